@@ -1,0 +1,283 @@
+"""The configuration of a run: frozen pydantic models. Validators only reject, they never rewrite.
+
+`load` reads a YAML file, applies `key=value` overrides and turns every problem into one line that names the field, the
+value and what is allowed.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+
+class Config(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(Config):
+    path: str = "demo"
+    """A local folder or hub id of a causal LM, or `demo`: a 0.6M-parameter model that the run makes for itself."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the frozen base; LoRA is always float32 in the learner."""
+    max_length: PositiveInt = 2048
+    """Longest prompt + completion, in tokens."""
+    trust_remote_code: bool = False
+
+
+class LoraConfig(Config):
+    r: PositiveInt = 16
+    alpha: PositiveFloat = 32
+    targets: list[str] | Literal["all-linear"] = "all-linear"
+    """Module names as PEFT matches them; `all-linear` is every linear layer but the LM head."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
+class ArithmeticData(Config):
+    """Addition with a scratchpad, generated from the run's seed: `37+48?` -> `7+8=15,3+4+1=8:85`."""
+
+    task: Literal["arithmetic"]
+    digits: Annotated[int, Field(ge=1, le=9)] = 2
+    heldout: PositiveInt = 256
+    """Held-out questions; never among the training questions."""
+
+
+class FileData(Config):
+    """Rows of a JSONL, JSON, Parquet or CSV file."""
+
+    task: Literal["file"]
+    path: str
+    columns: dict[str, str] = {}
+    """New name -> column of the file. Columns keep their names otherwise."""
+    prompt: str = "{prompt}"
+    """Template over the (renamed) columns."""
+    system: str | None = None
+    """System message, when the tokenizer has a chat template."""
+    chat: bool = True
+    """Apply the tokenizer's chat template, where it has one."""
+    heldout: PositiveInt = 64
+    """Rows taken off the end of the shuffled file for evaluation."""
+
+
+class RewardConfig(Config):
+    function: str = "actors.rewards.exact_match"
+    """Dotted path of `f(prompts, completions, **columns) -> list[float]`."""
+    workers: PositiveInt = 1
+    timeout_s: PositiveFloat = 10.0
+    """Deadline for one group; a reward that takes longer is killed and its samples fail."""
+    correct: float = 1.0
+    """A reward of at least this counts as correct."""
+
+
+class RolloutConfig(Config):
+    replicas: PositiveInt = 2
+    min_replicas: PositiveInt = 1
+    prompts_per_step: PositiveInt = 16
+    group_size: PositiveInt = 8
+    max_new_tokens: PositiveInt = 32
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    stop: list[str] = []
+    max_num_seqs: PositiveInt = 128
+    kv_cache_gb: PositiveFloat = 0.5
+    """CPU only."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """GPU only: vLLM's share of the card."""
+    enforce_eager: bool = False
+    """GPU only: skip CUDA graphs. On a CPU it is always eager."""
+    tensor_parallel: PositiveInt = 1
+    timeout_s: PositiveFloat = 600.0
+    """Deadline for one group of completions."""
+    cpus: NonNegativeFloat = 0.4
+    gpus: NonNegativeFloat = 0.0
+    """Per replica, as Ray counts them."""
+
+
+class CreditConfig(Config):
+    method: str = "uniform"
+    """A name of `credit.METHODS`, or the dotted path of a function of signals (docs/methods.md)."""
+    advantage: str = "grpo"
+    """A name of `credit.ADVANTAGES`."""
+    sharpening: Annotated[float, Field(gt=0)] = 1.0
+    permute: bool = False
+    """Control: shuffle the weights within each completion (same Gini, no location)."""
+    quadrant: Literal["PHR", "PLR", "NHR", "NLR"] | None = None
+    """Train only the tokens of one reward x entropy quadrant (2604.11056)."""
+    options: dict[str, Any] = {}
+    """Options of the method, as its function takes them."""
+    advantage_options: dict[str, Any] = {}
+    residual_layer: int = -1
+    residual_norm: Literal["post", "pre"] = "post"
+    residual_relative: bool = False
+    noise_floor: bool = False
+    """Also measure the residual of base against base in another batch shape."""
+    negative: str | None = None
+    """Negative prompt of contrastive methods: a jinja template over `prompt` and the columns, `empty`, or the dotted
+    path of a callable `f(prompt, **columns)`."""
+    tokens_per_forward: PositiveInt = 4096
+    timeout_s: PositiveFloat = 300.0
+    replicas: PositiveInt = 1
+    cpus: NonNegativeFloat = 0.4
+    gpus: NonNegativeFloat = 0.0
+
+
+class LossConfig(Config):
+    name: str = "ppo_clip"
+    """A name of `learner.loss.LOSSES`."""
+    clip_low: PositiveFloat = 0.2
+    clip_high: PositiveFloat = 0.28
+    dual_clip: PositiveFloat | None = None
+    variant: Literal["min_replace", "orthogonal"] = "min_replace"
+    """Of `dfpo`."""
+    aggregation: Literal["token", "sequence", "constant"] = "token"
+    mismatch: Literal["off", "token", "sequence"] = "token"
+    """Truncated importance correction of the sampler-trainer mismatch."""
+    mismatch_cap: PositiveFloat = 2.0
+    kl_beta: NonNegativeFloat = 0.0
+    entropy_bonus: float = 0.0
+
+
+class LearnerConfig(Config):
+    ranks: PositiveInt = 1
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    lr: PositiveFloat = 1e-3
+    warmup_steps: NonNegativeInt = 0
+    weight_decay: NonNegativeFloat = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    grad_clip: PositiveFloat = 1.0
+    tokens_per_micro_batch: PositiveInt = 8192
+    packing: bool = True
+    """Pack sequences without padding; off pads each micro-batch."""
+    gradient_checkpointing: bool = False
+    epochs: PositiveInt = 1
+    updates_per_batch: PositiveInt = 1
+    loss: LossConfig = LossConfig()
+    timeout_s: PositiveFloat = 600.0
+    cpus: NonNegativeFloat = 0.4
+    gpus: NonNegativeFloat = 0.0
+
+
+class EvalConfig(Config):
+    every: NonNegativeInt = 0
+    """Steps between evaluations on the held-out set; 0: only before and after."""
+    samples: PositiveInt = 1
+    """Completions per held-out prompt."""
+
+
+class RunConfig(Config):
+    name: str
+    out: str = "runs"
+    seed: NonNegativeInt = 0
+    steps: PositiveInt
+    max_staleness: NonNegativeInt = 0
+    """0 is synchronous; K lets rollouts run K versions ahead. A hard bound: older groups are dropped and counted."""
+    keep_checkpoints: PositiveInt = 3
+    model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
+    data: Annotated[ArithmeticData | FileData, Field(discriminator="task")]
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    credit: CreditConfig = CreditConfig()
+    learner: LearnerConfig = LearnerConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.out) / self.name
+
+    @property
+    def adapter_slots(self) -> int:
+        """Adapter versions that an actor may hold at once: K + 1 in flight and one arriving."""
+        return self.max_staleness + 2
+
+    @model_validator(mode="after")
+    def _groups_have_a_baseline(self) -> "RunConfig":
+        if self.rollout.group_size < 2:
+            raise ValueError(
+                f"rollout.group_size: credit.advantage={self.credit.advantage!r} compares completions of one prompt, "
+                f"got {self.rollout.group_size}, expected at least 2: a group of one has no baseline"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _replicas_suffice(self) -> "RunConfig":
+        if self.rollout.min_replicas > self.rollout.replicas:
+            raise ValueError(
+                f"rollout.min_replicas: got {self.rollout.min_replicas}, expected at most "
+                f"rollout.replicas={self.rollout.replicas}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _completions_fit(self) -> "RunConfig":
+        if self.rollout.max_new_tokens >= self.model.max_length:
+            raise ValueError(
+                f"rollout.max_new_tokens: got {self.rollout.max_new_tokens}, expected less than "
+                f"model.max_length={self.model.max_length}: no room is left for a prompt"
+            )
+        return self
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the text is meant for the user."""
+
+
+def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read `path`, apply `a.b=value` overrides (values are YAML) and validate. Raises ConfigError."""
+    try:
+        tree = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: got {type(tree).__name__}, expected a mapping of settings")
+    for override in overrides or []:
+        _override(tree, override)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(str(path), problem) for problem in error.errors())) from None
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    key, separator, value = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"override {override!r}: expected key=value, as in credit.method=arca")
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"override {override!r}: {parent!r} is a value, not a section")
+    try:
+        tree[leaf] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        tree[leaf] = value
+
+
+def _explain(path: str, problem: Any) -> str:
+    """One line for one pydantic error."""
+    # pydantic puts the discriminator's value into the location of a tagged union; users do not write it
+    field = ".".join(str(part) for part in problem["loc"] if part not in ("arithmetic", "file"))
+    if problem["type"] == "extra_forbidden":
+        section: Any = RunConfig
+        for part in problem["loc"][:-1]:
+            annotation = getattr(section, "model_fields", {}).get(str(part))
+            section = annotation.annotation if annotation else section
+        known = ", ".join(sorted(getattr(section, "model_fields", {})))
+        return f"{path}: {field}: unknown key, expected one of: {known}" if known else f"{path}: {field}: unknown key"
+    if problem["type"] == "value_error":
+        return f"{path}: {problem['ctx']['error']}"
+    if problem["type"] == "missing":
+        return f"{path}: {field}: missing, it has no default"
+    return f"{path}: {field}: got {problem['input']!r}, expected: {problem['msg']}"

@@ -1,0 +1,22 @@
+"""Fixtures that several folders of tests share."""
+
+import os
+
+# before torch, ray or vllm are imported anywhere
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 of two layers with the character tokenizer."""
+    from actors.demo import make_model
+
+    folder = tmp_path_factory.mktemp("tiny-model")
+    make_model(folder, hidden=64, intermediate=128, layers=2)
+    return folder
