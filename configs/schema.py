@@ -116,6 +116,8 @@ class CreditConfig(Config):
     options: dict[str, Any] = {}
     """Options of the method, as its function takes them."""
     advantage_options: dict[str, Any] = {}
+    record: list[str] = ["logp_base", "residual"]
+    """Signals computed beside those that the method needs, for the diagnostics of every method; [] for speed."""
     residual_layer: int = -1
     residual_norm: Literal["post", "pre"] = "post"
     residual_relative: bool = False

@@ -18,5 +18,5 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from actors.demo import make_model
 
     folder = tmp_path_factory.mktemp("tiny-model")
-    make_model(folder, hidden=64, intermediate=128, layers=2)
+    make_model(folder, hidden=64, intermediate=128, layers=2, heads=2, kv_heads=1)  # vLLM's smallest head_dim is 32
     return folder

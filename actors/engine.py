@@ -1,0 +1,212 @@
+"""vLLM's engine behind the few synchronous calls that the rollout worker needs; the only file that touches `vllm`.
+
+The environment is set before vLLM is imported, so import this module late and only in the process that samples.
+
+Log-probs are those of the distribution that was sampled from (vLLM's `processed_logprobs`): logits divided by the
+temperature, then cut to `top_p` and renormalised. A scorer that wants to agree divides its logits by the same
+temperature; with `top_p < 1` it cannot agree. Greedy requests (temperature 0) report log-probs at temperature 1.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from configs.schema import RunConfig
+
+ON_GPU = torch.cuda.is_available()
+
+# The engine runs in this process: its adapters are swapped between two of our own calls to step().
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["VLLM_NO_USAGE_STATS"] = "1"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+if not ON_GPU:
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # else the first sampled token waits 10 s for a compiler
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # replicas share cores
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB only; it would override kv_cache_memory_bytes
+
+from vllm import SamplingParams  # noqa: E402
+from vllm.config.lora import MaxLoRARanks  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.lora.request import LoRARequest  # noqa: E402
+from vllm.outputs import RequestOutput  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
+
+from actors import kernels  # noqa: E402
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request that is done."""
+
+    request: str
+    tokens: list[int]  # [C] the completion, EOS or the stop string's tokens included
+    logprobs: np.ndarray  # [C] float32, of the sampled tokens
+    prompt_logprobs: np.ndarray | None  # [P] float32, 0 at position 0; only of requests added with `score`
+    text: str  # without special tokens and without the stop string
+    finish: str  # "stop" or "length"
+
+
+class Engine:
+    """Not thread-safe: construct it and call it from one thread."""
+
+    def __init__(self, run: RunConfig, model_path: str) -> None:
+        self._run = run
+        self._adapters: dict[int, LoRARequest] = {}
+        self._arrivals = 0
+        preload = os.environ.get("LD_PRELOAD")
+        if not ON_GPU:
+            kernels.install()
+        self._llm = LLMEngine.from_engine_args(_engine_args(run, model_path))
+        # vLLM sets it for worker processes, which it does not start here; other children must not inherit it
+        os.environ.pop("LD_PRELOAD", None)
+        if preload is not None:
+            os.environ["LD_PRELOAD"] = preload
+        self._tokenizer = self._llm.get_tokenizer()
+
+    def add(self, request: str, tokens: list[int], *, seed: int, adapter: int, temperature: float) -> None:
+        """Queue one completion of `tokens` [P] under a loaded adapter. Requests start in the order of these calls."""
+        rollout = self._run.rollout
+        params = SamplingParams(
+            temperature=temperature,
+            top_p=rollout.top_p,
+            seed=seed,
+            max_tokens=rollout.max_new_tokens,
+            stop=rollout.stop,
+            logprobs=0,  # the sampled token's only
+            flat_logprobs=True,
+            # token by token it costs as much as a small model's forward pass; only stop strings need it
+            detokenize=bool(rollout.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._add(request, tokens, params, self._adapters[adapter], priority=0)
+
+    def score(self, request: str, tokens: list[int], adapter: int | None) -> None:
+        """Ask for the log-probs of `tokens` [P] under an adapter, or under the base model. Goes before all others."""
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            logprobs=0,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            skip_reading_prefix_cache=True,  # the answer has to come from a forward pass
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._add(request, tokens, params, None if adapter is None else self._adapters[adapter], priority=-1)
+
+    def _add(
+        self, request: str, tokens: list[int], params: SamplingParams, lora: LoRARequest | None, priority: int
+    ) -> None:
+        # requests of one priority run in order of arrival: a counter orders them, where clock ticks may be equal
+        self._arrivals += 1
+        self._llm.add_request(
+            request,
+            {"prompt_token_ids": tokens},
+            params,
+            arrival_time=float(self._arrivals),
+            lora_request=lora,
+            priority=priority,
+        )
+
+    def step(self) -> list[Finished]:
+        """One forward pass over the running batch; the requests that it completed."""
+        return [self._finished(output) for output in self._llm.step() if output.finished]
+
+    def _finished(self, output: RequestOutput) -> Finished:
+        (completion,) = output.outputs
+        tokens = list(completion.token_ids)
+        text = completion.text
+        if not self._run.rollout.stop:
+            text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        prompt_logprobs = None
+        if output.prompt_logprobs is not None:
+            # position 0 has no prediction
+            prompt_logprobs = np.array([0.0, *output.prompt_logprobs.logprobs], np.float32)
+        return Finished(
+            request=output.request_id,
+            tokens=tokens,
+            logprobs=np.array(completion.logprobs.logprobs, np.float32),
+            prompt_logprobs=prompt_logprobs,
+            text=text,
+            finish=str(completion.finish_reason),
+        )
+
+    def load(self, adapter: int, name: str, folder: Path) -> None:
+        """Read a PEFT folder into a free slot. `adapter` and `name` must never have been used: the prefix cache
+        tells versions apart by them. The folder is not needed afterwards."""
+        assert adapter not in self._adapters and all(name != lora.lora_name for lora in self._adapters.values())
+        lora = LoRARequest(lora_name=name, lora_int_id=adapter, lora_path=str(folder))
+        self._llm.add_lora(lora)
+        self._adapters[adapter] = lora
+
+    def unload(self, adapter: int) -> None:
+        del self._adapters[adapter]
+        self._llm.remove_lora(adapter)
+
+    def loaded(self) -> set[int]:
+        """Adapter ids that vLLM itself says are loaded."""
+        return set(self._llm.list_loras())
+
+    def abort(self, requests: list[str]) -> None:
+        self._llm.abort_request(requests)
+
+    def close(self) -> None:
+        self._llm.engine_core.shutdown()
+
+
+def _engine_args(run: RunConfig, model_path: str) -> EngineArgs:
+    rollout = run.rollout
+    if not ON_GPU and rollout.tensor_parallel > 1:
+        raise ValueError(f"rollout.tensor_parallel: got {rollout.tensor_parallel} without a GPU, expected 1")
+    return EngineArgs(
+        model=model_path,
+        dtype=run.model.dtype,
+        max_model_len=run.model.max_length,
+        trust_remote_code=run.model.trust_remote_code,
+        seed=run.seed,
+        max_num_seqs=rollout.max_num_seqs,
+        enable_prefix_caching=True,
+        enable_lora=True,
+        max_loras=run.adapter_slots,
+        max_cpu_loras=run.adapter_slots,
+        max_lora_rank=_supported_rank(run.lora.r),
+        # by default vLLM also prepares the LM head, at a cost per token, and then miscounts rows where prompt log-probs
+        # are asked for in a mixed batch
+        lora_target_modules=_targets(run, model_path),
+        logprobs_mode="processed_logprobs",
+        scheduling_policy="priority",
+        enforce_eager=rollout.enforce_eager or not ON_GPU,
+        tensor_parallel_size=rollout.tensor_parallel,
+        distributed_executor_backend="uni" if rollout.tensor_parallel == 1 else None,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        kv_cache_memory_bytes=None if ON_GPU else int(rollout.kv_cache_gb * 2**30),
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+    )
+
+
+def _supported_rank(rank: int) -> int:
+    """vLLM's slots come in a few ranks; a smaller adapter fits into a larger one."""
+    for supported in get_args(MaxLoRARanks):
+        if rank <= supported:
+            return supported
+    raise ValueError(f"lora.r: got {rank}, expected at most {get_args(MaxLoRARanks)[-1]}, the largest that vLLM serves")
+
+
+def _targets(run: RunConfig, model_path: str) -> list[str]:
+    """The last names of the modules that carry LoRA; `all-linear` as PEFT reads it: linear layers but the LM head."""
+    if run.lora.targets != "all-linear":
+        return sorted({name.rsplit(".", 1)[-1] for name in run.lora.targets})
+    trust = run.model.trust_remote_code
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+    head = model.get_output_embeddings()
+    linear = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    return sorted({name.rsplit(".", 1)[-1] for name in linear})

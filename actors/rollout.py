@@ -1,0 +1,398 @@
+"""Samples completions with vLLM while adapter versions come and go.
+
+One thread owns the engine: it runs the commands that have arrived, steps the engine once, and so on; it sleeps when
+there is neither. Callers are coroutines of any event loop; they meet the thread only through a queue of commands and
+through futures, so a call waits until the step in progress is over, and never longer than `rollout.timeout_s`.
+
+No pause, no mixing: a new version is a new adapter in a free slot. Requests finish on the version they began with, new
+ones take the active version, and a version is unloaded when it is superseded and its last request is done.
+"""
+
+import asyncio
+import itertools
+import queue
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+
+from configs.schema import RunConfig
+from credit.adapter import Adapter
+from credit.trajectory import Prompt, Sample
+
+if TYPE_CHECKING:  # importing vLLM takes seconds and changes the environment: only the engine's thread does it
+    from actors.engine import Engine, Finished
+
+TMPFS = Path("/dev/shm")
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """An adapter version in one of the engine's slots."""
+
+    version: int
+    digest: str
+    adapter: int  # the engine's id, never used twice
+    requests: int = 0
+    retired: bool = False  # superseded: unloaded with its last request
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Requests with one answer: the completions of a prompt, or a canary."""
+
+    answer: Future  # list[Sample], or the [T] log-probs of a canary
+    resident: Resident | None  # None: the base model
+    prompt: Prompt | None = None  # None: a canary
+    pending: dict[str, int] = field(default_factory=dict)  # request -> index in the group
+    samples: list[Sample] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Counters:
+    steps: int = 0
+    step_s: float = 0.0
+    generated_tokens: int = 0
+    loads: int = 0
+    load_s: float = 0.0  # of the last load: reading the adapter into its slot, between two steps
+    canary_s: float = 0.0  # of the last canary, waiting for the running step included
+
+
+class RolloutWorker:
+    """Raises RuntimeError from every call once the engine has failed, with the cause."""
+
+    def __init__(self, run: RunConfig, model_path: str) -> None:
+        self._run = run
+        self._inbox: queue.SimpleQueue[tuple[Callable[[], Any] | None, Future]] = queue.SimpleQueue()
+        self._failure: str | None = None
+        # from here on: touched by the engine's thread only
+        self._residents: dict[int, Resident] = {}  # by version
+        self._active: Resident | None = None
+        self._groups: dict[str, Group] = {}  # by request
+        self._ids = itertools.count(1)
+        self._count = Counters()
+        ready: Future = Future()
+        self._thread = threading.Thread(target=self._drive, args=(model_path, ready), name="engine", daemon=True)
+        self._thread.start()
+        ready.result(run.rollout.timeout_s)
+
+    # ---- for callers ----
+
+    async def load(self, adapter: Adapter) -> np.ndarray:
+        """Load a version into a free slot and return its log-probs of the canary's tokens, [T] float32, 0 at 0.
+
+        New requests do not use it until `activate`. Loading a resident version again only asks its canary again.
+        Raises ValueError when the content does not match the digest, RuntimeError when no slot is free.
+        """
+        with tempfile.TemporaryDirectory(prefix="adapter-", dir=TMPFS if TMPFS.is_dir() else None) as folder:
+            await asyncio.to_thread(_write, adapter, Path(folder))
+            await self._call(lambda: self._load(adapter, Path(folder)))
+        try:
+            return await self.canary(adapter.canary.tokens, adapter.version)
+        except BaseException:
+            self._inbox.put((lambda: self._retire(adapter.version), Future()))
+            raise
+
+    async def canary(self, tokens: list[int], version: int | None) -> np.ndarray:
+        """Log-probs of `tokens` [T] under a resident version (None: the base model), by a fresh forward pass.
+
+        Returns [T] float32 at temperature 1, 0 at position 0.
+        """
+        start = time.perf_counter()
+        answer: Future = Future()
+        wrapped = asyncio.wrap_future(answer)
+        try:
+            await self._call(lambda: self._ask(tokens, version, answer))
+            logprobs = await self._within_deadline(wrapped)
+        finally:
+            wrapped.cancel()
+        self._count.canary_s = time.perf_counter() - start
+        return logprobs
+
+    async def activate(self, version: int) -> None:
+        """Requests from now on use this resident version; versions that it supersedes go with their last request."""
+        await self._call(lambda: self._activate(version))
+
+    async def unload(self, version: int) -> None:
+        """Give up a version that is not active: at once, or with its last request. Not resident: nothing to do."""
+        await self._call(lambda: self._retire(version))
+
+    async def sample(self, prompts: list[Prompt], temperature: float | None = None) -> AsyncIterator[list[Sample]]:
+        """Yield the G samples of each prompt when they are complete, in order of completion.
+
+        All requests enter the engine in the given order between the same two steps, under the version that is active
+        then. `temperature` overrides the configured one; 0 is greedy. Leaving the generator aborts what is running.
+        """
+        answers: list[Future] = [Future() for _ in prompts]
+        groups = [asyncio.wrap_future(answer) for answer in answers]
+        try:
+            await self._call(lambda: self._submit(prompts, answers, temperature))
+            for group in asyncio.as_completed(groups):
+                yield await self._within_deadline(group)
+        finally:
+            for group in groups:
+                group.cancel()
+            await asyncio.gather(*groups, return_exceptions=True)  # a failure reaches every group; one is raised
+
+    async def stats(self) -> dict[str, Any]:
+        return await self._call(self._stats)
+
+    async def ping(self) -> None:
+        """Returns when the engine's thread answers, that is after the step in progress."""
+        await self._call(lambda: None)
+
+    def close(self) -> None:
+        """Stop the engine; calls in progress fail."""
+        self._inbox.put((None, Future()))
+        self._thread.join(self._run.rollout.timeout_s)
+
+    async def _call(self, function: Callable[[], Any]) -> Any:
+        """Run `function` in the engine's thread, between two steps."""
+        future: Future = Future()
+        self._inbox.put((function, future))
+        if self._failure is not None:  # nobody reads the inbox any more
+            self._fail_inbox()
+        return await self._within_deadline(asyncio.wrap_future(future))
+
+    async def _within_deadline(self, answer: Any) -> Any:
+        try:
+            return await asyncio.wait_for(answer, self._run.rollout.timeout_s)
+        except TimeoutError:
+            raise RuntimeError(
+                f"rollout: the engine gave no answer within rollout.timeout_s={self._run.rollout.timeout_s} s"
+            ) from None
+
+    # ---- the engine's thread ----
+
+    def _drive(self, model_path: str, ready: Future) -> None:
+        try:
+            from actors.engine import Engine
+
+            self._engine: Engine = Engine(self._run, model_path)
+        except BaseException as error:
+            ready.set_exception(error)
+            return
+        ready.set_result(None)
+        try:
+            while self._run_commands():
+                if self._groups:
+                    self._step()
+            self._fail("rollout: the worker was closed")
+            self._engine.close()
+        except BaseException as error:
+            self._fail(f"rollout: the engine's thread failed: {''.join(traceback.format_exception(error))}")
+            raise
+
+    def _run_commands(self) -> bool:
+        """Run the commands that have arrived; wait for one if there is nothing else to do. False: stop."""
+        for function, future in self._arrived():
+            if function is None:
+                return False
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except Exception as error:
+                    future.set_exception(error)
+        return True
+
+    def _arrived(self) -> Iterator[tuple[Callable[[], Any] | None, Future]]:
+        if not self._groups:
+            yield self._inbox.get()
+        while not self._inbox.empty():
+            yield self._inbox.get()
+
+    def _step(self) -> None:
+        start = time.perf_counter()
+        finished = self._engine.step()
+        self._count.steps += 1
+        self._count.step_s += time.perf_counter() - start
+        for request in finished:
+            self._finish(request)
+
+    def _finish(self, finished: "Finished") -> None:
+        group = self._groups.pop(finished.request)
+        index = group.pending.pop(finished.request)
+        if group.prompt is None:
+            _settle(group.answer, finished.prompt_logprobs)
+        else:
+            assert group.resident is not None
+            group.samples.append(_sample(group.prompt, index, group.resident, finished))
+            self._count.generated_tokens += len(finished.tokens)
+            if not group.pending:
+                _settle(group.answer, sorted(group.samples, key=lambda sample: sample.index))
+        self._release(group.resident)
+
+    def _submit(self, prompts: list[Prompt], answers: list[Future], temperature: float | None) -> None:
+        if self._active is None:
+            raise RuntimeError("rollout: no adapter version is active, and the base model is never sampled: activate one")
+        for prompt in prompts:
+            if not 0 < len(prompt.tokens) < self._run.model.max_length or not prompt.seeds:
+                raise ValueError(
+                    f"rollout: prompt group {prompt.group}: got {len(prompt.tokens)} tokens and {len(prompt.seeds)} "
+                    f"seeds, expected 1 to model.max_length-1={self._run.model.max_length - 1} tokens and at least a seed"
+                )
+        if temperature is None:
+            temperature = self._run.rollout.temperature
+        for prompt, answer in zip(prompts, answers, strict=True):
+            group = Group(answer, self._active, prompt)
+            for index, seed in enumerate(prompt.seeds):
+                request = self._enter(group, index)
+                self._engine.add(
+                    request, prompt.tokens, seed=seed, adapter=self._active.adapter, temperature=temperature
+                )
+            answer.add_done_callback(self._abort_if_cancelled)
+
+    def _ask(self, tokens: list[int], version: int | None, answer: Future) -> None:
+        resident = None if version is None else self._resident(version)
+        group = Group(answer, resident)
+        self._engine.score(self._enter(group, 0), tokens, None if resident is None else resident.adapter)
+        answer.add_done_callback(self._abort_if_cancelled)
+
+    def _enter(self, group: Group, index: int) -> str:
+        request = str(next(self._ids))
+        self._groups[request] = group
+        group.pending[request] = index
+        if group.resident is not None:
+            group.resident.requests += 1
+        return request
+
+    def _abort_if_cancelled(self, answer: Future) -> None:
+        """Called in the thread that cancels."""
+        if answer.cancelled():
+            self._inbox.put((lambda: self._abort(answer), Future()))
+
+    def _abort(self, answer: Future) -> None:
+        requests = [request for request, group in self._groups.items() if group.answer is answer]
+        self._engine.abort(requests)
+        for request in requests:
+            self._release(self._groups.pop(request).resident)
+
+    def _load(self, adapter: Adapter, folder: Path) -> None:
+        resident = self._residents.get(adapter.version)
+        if resident is not None:
+            if resident.digest != adapter.digest:
+                raise RuntimeError(
+                    f"rollout: version {adapter.version} is resident with another content, got digest "
+                    f"{adapter.digest[:12]}, expected {resident.digest[:12]}: activate another version and unload it"
+                )
+            resident.retired = False
+            return
+        if len(self._residents) >= self._run.adapter_slots:
+            raise RuntimeError(
+                f"rollout: no slot is free for version {adapter.version}, all {self._run.adapter_slots} are taken: "
+                f"{self._describe()}: unload one, or wait for its requests"
+            )
+        start = time.perf_counter()
+        number = next(self._ids)
+        self._engine.load(number, f"v{adapter.version}-{number}-{adapter.digest[:12]}", folder)
+        self._residents[adapter.version] = Resident(adapter.version, adapter.digest, number)
+        self._count.loads += 1
+        self._count.load_s = time.perf_counter() - start
+
+    def _activate(self, version: int) -> None:
+        resident = self._resident(version)
+        previous, self._active = self._active, resident
+        resident.retired = False
+        for other in list(self._residents.values()):
+            if other is not resident and (other is previous or other.version < version):
+                other.retired = True
+                self._unload_if_done(other)
+
+    def _retire(self, version: int) -> None:
+        resident = self._residents.get(version)
+        if resident is None:
+            return
+        if resident is self._active:
+            raise RuntimeError(f"rollout: version {version} is active: activate another one before unloading it")
+        resident.retired = True
+        self._unload_if_done(resident)
+
+    def _release(self, resident: Resident | None) -> None:
+        """One request of this version is done."""
+        if resident is not None:
+            resident.requests -= 1
+            self._unload_if_done(resident)
+
+    def _unload_if_done(self, resident: Resident) -> None:
+        if resident.retired and resident.requests == 0:
+            del self._residents[resident.version]
+            self._engine.unload(resident.adapter)
+
+    def _resident(self, version: int) -> Resident:
+        if version not in self._residents:
+            raise RuntimeError(f"rollout: version {version} is not resident: {self._describe()}: load it first")
+        return self._residents[version]
+
+    def _describe(self) -> str:
+        """`v3: 5 requests, v4 (active): 2 requests`."""
+        return ", ".join(
+            f"v{resident.version}{' (active)' if resident is self._active else ''}: {resident.requests} requests"
+            for resident in self._residents.values()
+        )
+
+    def _stats(self) -> dict[str, Any]:
+        count = self._count
+        return {
+            "active": None if self._active is None else self._active.version,
+            "resident": {resident.version: resident.requests for resident in self._residents.values()},
+            "requests": len(self._groups),
+            "steps": count.steps,
+            "generated_tokens": count.generated_tokens,
+            "tokens_per_s": count.generated_tokens / count.step_s if count.step_s else 0.0,
+            "loads": count.loads,
+            "load_s": count.load_s,
+            "canary_s": count.canary_s,
+            "rss_bytes": psutil.Process().memory_info().rss,
+        }
+
+    def _fail(self, reason: str) -> None:
+        """Fail every waiting call and every later one."""
+        self._failure = reason
+        for answer in {group.answer for group in self._groups.values()}:
+            _settle(answer, RuntimeError(reason))
+        self._fail_inbox()
+
+    def _fail_inbox(self) -> None:
+        while not self._inbox.empty():
+            try:
+                _, future = self._inbox.get_nowait()
+            except queue.Empty:  # the other thread took it
+                return
+            _settle(future, RuntimeError(self._failure))
+
+
+def _write(adapter: Adapter, folder: Path) -> None:
+    adapter.verify()
+    adapter.save(folder)
+
+
+def _settle(future: Future, result: Any) -> None:
+    """Answer a future unless its caller has gone."""
+    if future.set_running_or_notify_cancel():
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+
+def _sample(prompt: Prompt, index: int, resident: Resident, finished: "Finished") -> Sample:
+    zeros = np.zeros(len(prompt.tokens), np.float32)
+    return Sample(
+        group=prompt.group,
+        index=index,
+        tokens=np.array([*prompt.tokens, *finished.tokens], np.int64),
+        mask=np.arange(len(prompt.tokens) + len(finished.tokens)) >= len(prompt.tokens),
+        logprobs=np.concatenate([zeros, finished.logprobs]),
+        text=finished.text,
+        finish=finished.finish,
+        version=resident.version,
+        digest=resident.digest,
+    )

@@ -1,0 +1,105 @@
+"""The command line. Exit code 0 means that it worked; 2 that the input was wrong and nothing was started."""
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from configs.schema import ConfigError, load
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    help="Train LoRA adapters by reinforcement learning, with credit assigned token by token.",
+)
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="A YAML file, as those in configs/.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings to change: credit.method=arca steps=20")
+    ] = None,
+) -> None:
+    """Train, or go on training where the run's folder already holds this configuration."""
+    quiet()
+    began = time.monotonic()
+    run = load(config, overrides)
+    # torch, Ray and transformers take seconds to import: a typing error in the config should not wait for them
+    from cluster import remote
+    from cluster.preflight import inputs
+    from cluster.run import prepare_folder
+    from cluster.run import train as train_run
+    from cluster.view import View
+
+    view = View()
+    with view.making("demo base model") as progress:
+        given = inputs(run, progress)
+    prepare_folder(run)
+    with view.waiting("starting Ray"):
+        address = remote.connect(run)
+    if address:
+        view.note(f"Ray dashboard: http://{address}")
+    log_to(run.folder / "driver.log")
+    result = asyncio.run(train_run(run, given, view))
+    view.summary(run, result, time.monotonic() - began)
+
+
+@app.command()
+def audit(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Account for every prompt group: issued = trained + dropped + open. Exit code 1 when it does not balance."""
+    from cluster.ledger import audit as audit_ledger
+
+    report = audit_ledger(run / "ledger.sqlite")
+    if as_json:
+        print(json.dumps(report, indent=1))
+    else:
+        table = Table(title=str(run), show_header=False)
+        for name, value in report.items():
+            table.add_row(name.replace("_", " "), json.dumps(value) if isinstance(value, dict) else str(value))
+        Console().print(table)
+    raise typer.Exit(0 if report["balanced"] else 1)
+
+
+def quiet() -> None:
+    """The view owns the terminal: what libraries say at import goes to log files or nowhere."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+
+def log_to(path: Path) -> None:
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger("accredit").addHandler(handler)
+    logging.getLogger("accredit").setLevel(logging.INFO)
+
+
+def main() -> None:
+    try:
+        app(standalone_mode=False)
+    except (ConfigError, FileNotFoundError) as error:
+        print(f"accredit: {error}", file=sys.stderr)
+        sys.exit(2)
+    except typer.Exit as end:
+        sys.exit(end.exit_code)
+    except typer.Abort:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

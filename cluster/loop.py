@@ -1,0 +1,220 @@
+"""The loop: lease -> sample -> reward -> signals -> batch -> learn -> commit + publish, as coroutines.
+
+    produce   consumes free slots, leases groups, starts a wave of rollouts; waits for slots
+    wave      consumes sampled groups as they complete, gets rewards and signals; fills `ready`
+    steps     consumes `prompts_per_step` ready groups, trains, commits, publishes; frees their slots
+
+There are (max_staleness + 1) * prompts_per_step slots, so that nothing runs further ahead of the learner; a group that
+is older than `max_staleness` versions when the learner would take it is dropped and counted. With max_staleness 0 a
+wave starts only when the one before is trained: the run is synchronous, and two runs give the same bits.
+
+Nothing here knows Ray: the stages are coroutines, with their own deadlines. An error in any of them ends the run.
+"""
+
+import asyncio
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cluster.deadline import within
+from cluster.ledger import Ledger
+from configs.schema import RunConfig
+from credit.trajectory import Batch, Prompt, Sample, Signals, Trajectory
+
+MAX_DROPS = 20
+"""Groups dropped in a row, as a multiple of prompts_per_step, before the run gives up."""
+
+Metrics = dict[str, float]
+
+
+class Stages(Protocol):
+    """What the loop drives."""
+
+    def prompt(self, group: int) -> Prompt: ...
+    async def sample(self, prompts: list[Prompt], done: Callable[[list[Sample]], None]) -> None: ...
+    async def reward(self, prompt: Prompt, samples: list[Sample]) -> Sequence[float | str]: ...
+    async def signals(self, prompt: Prompt, samples: list[Sample]) -> list[Signals]: ...
+    async def assign(self, groups: list["Group"], step: int) -> tuple[Batch, Metrics]: ...
+    async def learn(self, batch: Batch) -> Metrics: ...
+    async def commit(self, step: int, groups: list["Group"]) -> Metrics: ...
+    async def publish(self, version: int) -> Metrics: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The scored completions of one prompt."""
+
+    prompt: Prompt
+    trajectories: list[Trajectory]
+    signals: list[Signals]
+
+    @property
+    def version(self) -> int:
+        return self.trajectories[0].version
+
+
+@dataclass(slots=True)
+class Tally:
+    """What happened since the last step, for its record."""
+
+    dropped: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    tokens: int = 0
+
+
+class Loop:
+    """One run. `version` is the newest published policy; it equals the number of committed steps."""
+
+    def __init__(self, run: RunConfig, stages: Stages, ledger: Ledger, version: int = 0) -> None:
+        self.run, self.stages, self.ledger, self.version = run, stages, ledger, version
+        self.batch_size = run.rollout.prompts_per_step
+        # a slot is a group that may be in flight; the last steps free none, so that no group is left over at the end
+        self._slots = asyncio.Semaphore(min(run.max_staleness + 1, run.steps - version) * self.batch_size)
+        self._ready: asyncio.Queue[Group] = asyncio.Queue()  # bounded by the slots
+        self._tally = Tally()
+        self._drops_in_a_row = 0
+
+    async def train(self, log: Callable[[int, Metrics, list[Group], Batch], Awaitable[None]]) -> None:
+        """Run steps until `run.steps` are committed; `log(step, metrics, groups, batch)` after each.
+
+        Raises the first error of any stage, as it was.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                producer = tasks.create_task(self._produce(tasks), name="produce")
+                await self._steps(log)
+                producer.cancel()
+        except* Exception as errors:
+            first: BaseException = errors
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            raise first from None
+        finally:
+            self.ledger.flush()
+
+    async def _produce(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            await self._slots.acquire()
+            count = 1
+            while not self._slots.locked():
+                await self._slots.acquire()
+                count += 1
+            groups = self.ledger.lease(count)
+            tasks.create_task(self._wave(groups), name=f"wave {groups[0]}..{groups[-1]}")
+
+    async def _wave(self, groups: list[int]) -> None:
+        """Sample the groups, finish each as it completes. Dropped groups are replaced when the whole wave is over."""
+        prompts = {group: self.stages.prompt(group) for group in groups}
+        began = time.monotonic()
+        finishing: list[asyncio.Task[bool]] = []
+        async with asyncio.TaskGroup() as tasks:
+
+            def done(samples: list[Sample]) -> None:
+                self._tally.tokens += sum(int(sample.mask.sum()) for sample in samples)
+                finishing.append(tasks.create_task(self._finish(prompts[samples[0].group], samples)))
+
+            await self.stages.sample(list(prompts.values()), done)
+            self._tally.seconds["sample"] += time.monotonic() - began
+        kept = sum(task.result() for task in finishing)
+        for _ in range(len(groups) - kept):
+            self._slots.release()
+
+    async def _finish(self, prompt: Prompt, samples: list[Sample]) -> bool:
+        """Reward and signals of one sampled group. False when it was dropped."""
+        version, digest = samples[0].version, samples[0].digest
+        self.ledger.sampled(prompt.group, version, digest)
+        began = time.monotonic()
+        rewards = await self.stages.reward(prompt, samples)
+        self._tally.seconds["reward"] += time.monotonic() - began
+        trajectories: list[Trajectory] = []
+        for sample, reward in zip(samples, rewards, strict=True):
+            if isinstance(reward, str):
+                self.ledger.failed(prompt.group, sample.index, reward)
+                self._tally.failed[reward] += 1
+            else:
+                trajectories.append(Trajectory.of(sample, reward))
+        if len(trajectories) < 2:
+            return self._drop(prompt.group, "fewer than two completions have a reward")
+        if self.version - version > self.run.max_staleness:
+            return self._drop(prompt.group, "stale")
+        began = time.monotonic()
+        signals = await self.stages.signals(prompt, list(trajectories))
+        self._tally.seconds["credit"] += time.monotonic() - began
+        self.ledger.scored(prompt.group, version, digest)
+        await self._ready.put(Group(prompt=prompt, trajectories=trajectories, signals=signals))
+        return True
+
+    def _drop(self, group: int, reason: str) -> bool:
+        self.ledger.dropped(group, reason)
+        self._tally.dropped[reason] += 1
+        self._drops_in_a_row += 1
+        if self._drops_in_a_row > MAX_DROPS * self.batch_size:
+            raise RuntimeError(
+                f"loop: {self._drops_in_a_row} groups in a row were dropped, the last because: {reason}; "
+                f"failed samples since the last step: {dict(self._tally.failed)}"
+            )
+        return False
+
+    async def _take(self) -> list[Group]:
+        """The next batch: fresh groups only, sorted, whatever order they completed in."""
+        groups: list[Group] = []
+        while len(groups) < self.batch_size:
+            group = await within(
+                self.run.rollout.timeout_s + self.run.credit.timeout_s, "loop: the next scored group", self._ready.get()
+            )
+            if self.version - group.version > self.run.max_staleness:
+                self._drop(group.prompt.group, "stale")
+                self._slots.release()
+            else:
+                groups.append(group)
+                self._drops_in_a_row = 0
+        return sorted(groups, key=lambda group: group.prompt.group)
+
+    async def _steps(self, log: Callable[[int, Metrics, list[Group], Batch], Awaitable[None]]) -> None:
+        while self.version < self.run.steps:
+            step = self.version + 1
+            began = time.monotonic()
+            groups = await self._take()
+            waited = time.monotonic() - began
+            batch, metrics = await self.stages.assign(groups, step)
+            assigned = time.monotonic()
+            metrics |= await self.stages.learn(batch)
+            learned = time.monotonic()
+            # publishing first: the fleet waits for it, and nothing is trained on the new version before the commit
+            published, committed = await asyncio.gather(self.stages.publish(step), self.stages.commit(step, groups))
+            metrics |= published | committed
+            metrics |= self._step_metrics(groups, batch)
+            self.version = step
+            if step + self.run.max_staleness < self.run.steps:
+                for _ in groups:
+                    self._slots.release()
+            metrics |= {
+                "time/wait_s": waited,
+                "time/assign_s": assigned - began - waited,
+                "time/learn_s": learned - assigned,
+                "time/publish_s": time.monotonic() - learned,
+                "time/step_s": time.monotonic() - began,
+            }
+            await log(step, metrics, groups, batch)
+
+    def _step_metrics(self, groups: list[Group], batch: Batch) -> Metrics:
+        tally, self._tally = self._tally, Tally()
+        staleness = [self.version - group.version for group in groups]
+        return {
+            "reward/mean": float(batch.rewards.mean()),
+            "reward/std": float(batch.rewards.std()),
+            "reward/accuracy": float((batch.rewards >= self.run.reward.correct).float().mean()),
+            "staleness/mean": sum(staleness) / len(staleness),
+            "staleness/max": max(staleness),
+            "rollout/tokens": tally.tokens,
+            "rollout/length_mean": float(batch.mask.sum(1).float().mean()),
+            "groups/dropped": tally.dropped.total(),
+            "samples/failed": tally.failed.total(),
+            "queue/ready": self._ready.qsize(),
+            "time/sample_s": tally.seconds["sample"],
+            "time/reward_s": tally.seconds["reward"],
+            "time/credit_s": tally.seconds["credit"],
+        }

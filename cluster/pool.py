@@ -1,0 +1,208 @@
+"""Actors that hold adapter versions: load, canary, accept; quarantine, restart, catch up.
+
+    starting ──adapters loaded and proved──▶ serving ──load, canary, call or deadline failed──▶ restarted
+
+Only a serving member gets work. A member that fails is quarantined at once, killed and started again; before it serves
+it loads the newest versions and answers their canaries, so it never serves the base model or a version left behind. The
+others go on. The run ends when fewer than `minimum` members serve and one has used up its restarts.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from cluster.canary import judge, tolerance
+from cluster.deadline import within
+from credit.adapter import Adapter
+
+log = logging.getLogger("accredit.pool")
+
+LOAD_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0
+RESTARTS = 3
+"""Restarts of one member with nothing accepted in between, before it is given up."""
+
+
+class Holder(Protocol):
+    """A remote actor that holds adapter versions. Every method raises when the actor is dead."""
+
+    async def load(self, adapter: Adapter) -> np.ndarray: ...
+    async def canary(self, tokens: list[int], version: int | None) -> np.ndarray: ...
+    async def activate(self, version: int) -> None: ...
+    async def stats(self) -> dict[str, Any]: ...
+    async def kill(self) -> None: ...
+
+
+H = TypeVar("H", bound=Holder)
+
+
+@dataclass(slots=True, eq=False)
+class Member(Generic[H]):
+    """One place in the pool, whichever actor fills it."""
+
+    name: str
+    actor: H | None = None  # None while it is being started
+    serving: bool = False
+    recovering: bool = False  # being restarted: catches up by itself
+    version: int = -1  # newest version accepted
+    limit: float = 0.0  # canary tolerance, from measured numerics
+    restarts: int = 0
+    outstanding: int = 0  # calls or groups under way
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # one adoption at a time, in order of version
+
+
+class Pool(Generic[H]):
+    """`count` members made by `start(name)`; each holds the newest `depth` versions."""
+
+    def __init__(self, kind: str, count: int, minimum: int, depth: int, start: Callable[[str], Awaitable[H]]) -> None:
+        self.kind, self.minimum, self.depth = kind, minimum, depth
+        self._start = start
+        self.members = [Member[H](name=f"{kind}-{i}") for i in range(count)]
+        self.recent: deque[Adapter] = deque(maxlen=depth + 1)  # one more, to tell a new version from the one before
+        self.refusals: Counter[str] = Counter()
+        self.verdicts: Counter[str] = Counter()
+        self.restarts = 0
+        self._changed = asyncio.Condition()
+        self._recoveries: set[asyncio.Task[None]] = set()
+        self._fatal: BaseException | None = None
+
+    async def start(self) -> None:
+        """Start every member. Raises what the first failing one raised."""
+        await asyncio.gather(*(self._begin(member) for member in self.members))
+
+    async def _begin(self, member: Member[H]) -> None:
+        member.actor = await within(START_TIMEOUT_S, f"{member.name}: start", self._start(member.name))
+
+    def serving(self) -> list[Member[H]]:
+        if self._fatal:
+            raise self._fatal
+        return [member for member in self.members if member.serving]
+
+    async def available(self, timeout_s: float) -> list[Member[H]]:
+        """The serving members; waits for the first. Raises the reason when there will be none."""
+        async with self._changed:
+            await within(timeout_s, f"{self.kind}: a serving member", self._changed.wait_for(self.serving))
+        return self.serving()
+
+    async def publish(self, adapter: Adapter) -> dict[str, float]:
+        """Load `adapter` on every member that is up and accept it where its canary is right.
+
+        Returns when each of them has accepted it or is quarantined. Raises RuntimeError when fewer than `minimum`
+        serve it and a member is beyond recovery.
+        """
+        self.recent.append(adapter)
+        began = time.monotonic()
+        members = [member for member in self.members if not member.recovering]
+        seconds = await asyncio.gather(*(self._adopt_or_quarantine(member, adapter) for member in members))
+        while len(self.serving()) < self.minimum:
+            async with self._changed:
+                await within(
+                    START_TIMEOUT_S,
+                    f"{self.kind}: {self.minimum} members serving v{adapter.version}",
+                    self._changed.wait_for(lambda: len(self.serving()) >= self.minimum),
+                )
+        done = [s for s in seconds if s is not None]
+        return {
+            f"swap/{self.kind}_s": time.monotonic() - began,
+            f"swap/{self.kind}_load_s": max(done, default=0.0),
+            f"swap/{self.kind}_serving": len(self.serving()),
+        }
+
+    async def _adopt_or_quarantine(self, member: Member[H], adapter: Adapter) -> float | None:
+        actor = member.actor
+        try:
+            seconds = await self._adopt(member, adapter)
+            if member.actor is actor:
+                await self._serve(member)
+            return seconds
+        except Exception as error:
+            self.quarantine(member, actor, error)
+            return None
+
+    async def _adopt(self, member: Member[H], adapter: Adapter) -> float:
+        """Load, ask, judge, accept. Returns the seconds of load and canary."""
+        async with member.turn:
+            actor, began = member.actor, time.monotonic()
+            if actor is None or adapter.version <= member.version:
+                return 0.0
+            what = f"{member.name}: v{adapter.version}"
+            if member.version < 0:
+                base = await within(LOAD_TIMEOUT_S, f"{what} base canary", actor.canary(adapter.canary.tokens, None))
+                member.limit = tolerance(base, adapter.canary.base)
+            answer = await within(LOAD_TIMEOUT_S, f"{what} load", actor.load(adapter))
+            others = {"base model": adapter.canary.base}
+            others |= {f"version {a.version}": a.canary.adapted for a in self.recent if a.version < adapter.version}
+            verdict = judge(answer, adapter.canary.adapted, others, member.limit)
+            self.verdicts[verdict] += 1
+            seconds = time.monotonic() - began
+            await within(LOAD_TIMEOUT_S, f"{what} activate", actor.activate(adapter.version))
+            if member.actor is actor:
+                member.version, member.restarts = adapter.version, 0
+            return seconds
+
+    async def _serve(self, member: Member[H]) -> None:
+        member.serving, member.recovering = True, False
+        async with self._changed:
+            self._changed.notify_all()
+
+    def quarantine(self, member: Member[H], actor: H | None, error: BaseException) -> None:
+        """No more work for `member`; restart it in the background. Does nothing when `actor` was replaced already."""
+        if member.actor is not actor or actor is None:
+            return
+        reason = f"{type(error).__name__}: {error}"
+        log.error("%s quarantined: %s", member.name, reason)
+        self.refusals[type(error).__name__] += 1
+        member.serving, member.recovering, member.actor, member.version = False, True, None, -1
+        member.restarts += 1
+        self.restarts += 1
+        task = asyncio.get_running_loop().create_task(self._recover(member, actor, error))
+        self._recoveries.add(task)
+        task.add_done_callback(self._recoveries.discard)
+
+    async def _recover(self, member: Member[H], dead: H, error: BaseException) -> None:
+        try:
+            await within(LOAD_TIMEOUT_S, f"{member.name}: kill", dead.kill())
+            if member.restarts > RESTARTS:
+                raise RuntimeError(
+                    f"{member.name}: given up after {RESTARTS} restarts, the last because: {error}"
+                ) from error
+            began = time.monotonic()
+            member.turn = asyncio.Lock()
+            await self._begin(member)
+            while self.recent and member.version < self.recent[-1].version:
+                for adapter in list(self.recent)[-self.depth :]:
+                    await self._adopt(member, adapter)
+            await self._serve(member)
+            log.warning(
+                "%s serves v%d again, %.1f s after it failed", member.name, member.version, time.monotonic() - began
+            )
+        except Exception as failure:
+            if member.actor is not None:
+                self.quarantine(member, member.actor, failure)
+            elif member.restarts <= RESTARTS:
+                member.restarts += 1
+                await self._recover(member, dead, failure)
+            else:
+                await self._give_up(failure)
+
+    async def _give_up(self, failure: Exception) -> None:
+        """A member is beyond recovery: the run goes on while `minimum` others can serve."""
+        async with self._changed:
+            hopeful = [m for m in self.members if m.actor is not None or m.restarts <= RESTARTS]
+            if len(hopeful) < self.minimum:
+                self._fatal = RuntimeError(
+                    f"{self.kind}: fewer than {self.minimum} members can serve; the last failure: {failure}"
+                )
+            log.error("%s", failure)
+            self._changed.notify_all()
+
+    async def close(self) -> None:
+        for task in self._recoveries:
+            task.cancel()
+        await asyncio.gather(*(member.actor.kill() for member in self.members if member.actor is not None))

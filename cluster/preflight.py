@@ -1,0 +1,76 @@
+"""Everything that can be wrong with a run's input, found before any actor starts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+import credit
+from actors.demo import demo_base
+from actors.tasks import Task, check_prompts, make_task
+from configs.schema import ArithmeticData, ConfigError, CreditConfig, RunConfig
+from learner.lora import check_targets
+from learner.loss import LOSSES
+
+Progress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What a run works on, checked."""
+
+    model: str  # a local folder or hub id
+    tokenizer: PreTrainedTokenizerBase
+    task: Task
+
+
+def inputs(run: RunConfig, progress: Progress) -> Inputs:
+    """Check the whole input of a run and make the demo's base model where it is asked for. Raises ConfigError."""
+    try:
+        return _inputs(run, progress)
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+
+
+def _inputs(run: RunConfig, progress: Progress) -> Inputs:
+    if run.learner.loss.name not in LOSSES:
+        raise ConfigError(f"learner.loss.name: got {run.learner.loss.name!r}, expected one of: {', '.join(LOSSES)}")
+    _check_credit(run.credit)
+    task = make_task(run.data, run.seed)
+    model = run.model.path
+    if model == "demo":
+        data = run.data if isinstance(run.data, ArithmeticData) else ArithmeticData(task="arithmetic")
+        model = str(demo_base(Path(run.out) / ".models", data, 0, progress))
+    elif not Path(model).is_dir() and (model.startswith((".", "/", "~")) or model.count("/") != 1):
+        raise ConfigError(f"model.path: {model!r} is neither a folder nor a hub id (owner/name), nor 'demo'")
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=run.model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=run.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {model!r} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    context = getattr(config, "max_position_embeddings", run.model.max_length)
+    if run.model.max_length > context:
+        raise ConfigError(
+            f"model.max_length: got {run.model.max_length}, expected at most {context}: the model's context"
+        )
+    check_targets(model, run.lora.targets)
+    check_prompts(task, tokenizer, run.data, run.model.max_length - run.rollout.max_new_tokens)
+    return Inputs(model=model, tokenizer=tokenizer, task=task)
+
+
+def _check_credit(chosen: CreditConfig) -> None:
+    unknown = set(chosen.record) - set(credit.SIGNALS)
+    if unknown:
+        raise ConfigError(f"credit.record: got {sorted(unknown)}, expected some of: {', '.join(credit.SIGNALS)}")
+    credit.check(
+        chosen.method,
+        chosen.advantage,
+        sharpening=chosen.sharpening,
+        quadrant=chosen.quadrant,
+        options=chosen.options,
+        advantage_options=chosen.advantage_options,
+        negative=chosen.negative,
+    )

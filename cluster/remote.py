@@ -1,0 +1,263 @@
+"""Where plain classes become Ray actors: connecting, resources, and one thin wrapper for each kind of actor.
+
+`ray` is imported in cluster/ only. Calls are coroutines that raise when the actor is dead; deadlines are the callers'.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayActorError
+
+from actors.rollout import RolloutWorker
+from actors.scorer import Scorer
+from cluster.deadline import Late, within
+from configs.schema import ConfigError, RunConfig
+from credit.adapter import Adapter
+from credit.trajectory import Batch, Prompt, Sample, Signals
+from learner.learner import Learner
+
+log = logging.getLogger("accredit.remote")
+
+GONE_TIMEOUT_S = 30.0
+RESTARTS = 3
+"""Restarts of the learner within one call before its error ends the run."""
+PROJECT = Path(__file__).resolve().parent.parent
+
+# Any: Ray adds `.remote` to every method at run time, which no type checker sees
+RolloutActor: Any = ray.remote(RolloutWorker)
+CreditActor: Any = ray.remote(Scorer)
+LearnerActor: Any = ray.remote(Learner)
+
+
+def connect(run: RunConfig, dashboard: bool = True) -> str:
+    """Join the cluster that RAY_ADDRESS or `ray job submit` names, else start one on this machine.
+
+    Returns the dashboard's address ("" for none). Raises ConfigError when the cluster lacks what the run asks for.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))
+    local = not os.environ.get("RAY_ADDRESS")
+    here: dict[str, Any] = {"include_dashboard": dashboard, "object_store_memory": 512 << 20} if local else {}
+    if not ray.is_initialized():
+        context = ray.init(
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            runtime_env={"env_vars": {"PYTHONPATH": path, "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0")}},
+            **here,
+        )
+        address = context.dashboard_url or ""
+    else:
+        address = ""
+    _check_resources(run)
+    return address
+
+
+def _check_resources(run: RunConfig) -> None:
+    have = ray.cluster_resources()
+    for name in ("CPU", "GPU"):
+        each = {
+            "rollout.replicas": (run.rollout.replicas, getattr(run.rollout, f"{name.lower()}s")),
+            "credit.replicas": (run.credit.replicas, getattr(run.credit, f"{name.lower()}s")),
+            "learner.ranks": (run.learner.ranks, getattr(run.learner, f"{name.lower()}s")),
+        }
+        need = sum(count * share for count, share in each.values())
+        if need > have.get(name, 0) + 1e-6:
+            parts = ", ".join(f"{field}={count} x {share:g}" for field, (count, share) in each.items() if share)
+            raise ConfigError(
+                f"resources: the run needs {need:g} {name} ({parts}), the cluster has {have.get(name, 0):g}: "
+                "use fewer actors or a larger cluster"
+            )
+
+
+def session_logs() -> Path:
+    """Ray's log folder of this session: what actors, vLLM and DeepSpeed print."""
+    return Path(ray._private.worker._global_node.get_logs_dir_path())  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+
+
+class Objects:
+    """One object-store put for each adapter, however many actors load it."""
+
+    def __init__(self) -> None:
+        self._refs: dict[str, ray.ObjectRef] = {}
+
+    def ref(self, adapter: Adapter) -> ray.ObjectRef:
+        if adapter.digest not in self._refs:
+            while len(self._refs) > 8:
+                self._refs.pop(next(iter(self._refs)))
+            self._refs[adapter.digest] = ray.put(adapter)
+        return self._refs[adapter.digest]
+
+
+class Remote:
+    """What every actor handle offers."""
+
+    def __init__(self, handle: Any, objects: Objects) -> None:
+        self.handle, self._objects = handle, objects
+
+    async def load(self, adapter: Adapter) -> np.ndarray:
+        return await self.handle.load.remote(self._objects.ref(adapter))
+
+    async def canary(self, tokens: list[int], version: int | None) -> np.ndarray:
+        return await self.handle.canary.remote(tokens, version)
+
+    async def stats(self) -> dict[str, Any]:
+        return await self.handle.stats.remote()
+
+    async def kill(self) -> None:
+        await kill(self.handle)
+
+
+async def kill(handle: Any) -> None:
+    """SIGKILL the actor and wait until Ray says that it is gone."""
+    ray.kill(handle, no_restart=True)
+    try:
+        await within(GONE_TIMEOUT_S, "a killed actor's end", handle.__ray_ready__.remote())
+    except RayActorError:
+        return
+
+
+class RemoteReplica(Remote):
+    """A rollout worker in an actor of its own."""
+
+    @classmethod
+    async def start(cls, run: RunConfig, model: str, objects: Objects, name: str) -> "RemoteReplica":
+        resources = {"num_cpus": run.rollout.cpus, "num_gpus": run.rollout.gpus * run.rollout.tensor_parallel}
+        handle = RolloutActor.options(**_options(name, resources)).remote(run, model)
+        await handle.__ray_ready__.remote()
+        return cls(handle, objects)
+
+    async def activate(self, version: int) -> None:
+        await self.handle.activate.remote(version)
+
+    async def sample(self, prompts: list[Prompt], temperature: float | None = None) -> AsyncIterator[list[Sample]]:
+        async for reference in self.handle.sample.remote(prompts, temperature):
+            yield await reference
+
+
+class RemoteScorer(Remote):
+    """A credit actor. It keeps the newest `depth` versions; the ones before leave when a new one is accepted."""
+
+    def __init__(self, handle: Any, objects: Objects, depth: int) -> None:
+        super().__init__(handle, objects)
+        self._held: list[int] = []
+        self._depth = depth
+
+    @classmethod
+    async def start(cls, run: RunConfig, model: str, objects: Objects, name: str) -> "RemoteScorer":
+        resources = {"num_cpus": run.credit.cpus, "num_gpus": run.credit.gpus}
+        handle = CreditActor.options(**_options(name, resources)).remote(run, model)
+        await handle.__ray_ready__.remote()
+        return cls(handle, objects, run.max_staleness + 1)
+
+    async def activate(self, version: int) -> None:
+        self._held.append(version)
+        while len(self._held) > self._depth:
+            await self.handle.unload.remote(self._held.pop(0))
+
+    async def score(
+        self, samples: list[Sample], needs: frozenset[str], negatives: dict[int, list[int]] | None
+    ) -> list[Signals]:
+        return await self.handle.score.remote(samples, needs, negatives)
+
+
+class Learners:
+    """The learner's ranks: they start together, step together, and are replaced together.
+
+    When a rank dies or hangs, all of them start again from the last committed checkpoint, take the batch that was
+    trained since (`pending`) once more, and go on: the same bits as if nothing had happened.
+    """
+
+    def __init__(self, run: RunConfig, model: str, canary: list[int]) -> None:
+        self.run, self.model, self.canary = run, model, canary
+        self.ranks: list[Any] = []
+        self.restarts = 0
+        self._checkpoint: Path | None = None
+        self._pending: ray.ObjectRef | None = None
+        self._turn = asyncio.Lock()
+
+    async def start(self) -> None:
+        world = self.run.learner.ranks
+        resources = {"num_cpus": self.run.learner.cpus, "num_gpus": self.run.learner.gpus}
+        master = f"127.0.0.1:{_free_port()}"
+        self.ranks = [
+            LearnerActor.options(**_options(f"learner-{rank}", resources)).remote(
+                self.run, self.model, self.canary, rank, world, master
+            )
+            for rank in range(world)
+        ]
+        await self._each("start", lambda rank: rank.__ray_ready__.remote())
+
+    async def step(self, batch: Batch) -> dict[str, float]:
+        reference = ray.put(batch)
+        metrics = (await self._guarded("step", lambda rank: rank.step.remote(reference)))[0]
+        self._pending = reference
+        return metrics
+
+    async def export(self, version: int) -> Adapter:
+        return (await self._guarded("export", lambda rank: rank.export.remote(version)))[0]
+
+    async def save(self, folder: Path) -> None:
+        await self._guarded("save", lambda rank: rank.save.remote(folder))
+
+    async def load(self, folder: Path) -> None:
+        await self._guarded("load", lambda rank: rank.load.remote(folder))
+        self.committed(folder)
+
+    def committed(self, folder: Path) -> None:
+        """`folder` is the checkpoint to come back to."""
+        self._checkpoint, self._pending = folder, None
+
+    async def kill(self) -> None:
+        ranks, self.ranks = self.ranks, []
+        await asyncio.gather(*(kill(rank) for rank in ranks))
+
+    async def _guarded(self, what: str, call: Any) -> list[Any]:
+        for _ in range(RESTARTS):
+            ranks = self.ranks
+            try:
+                return await self._each(what, call)
+            except (RayActorError, Late) as error:
+                log.error("learner: %s failed, all ranks start again from %s: %s", what, self._checkpoint, error)
+                await self._restart(ranks)
+        return await self._each(what, call)
+
+    async def _restart(self, ranks: list[Any]) -> None:
+        async with self._turn:
+            if self.ranks is not ranks:
+                return  # another call that failed with the same ranks has replaced them
+            await self.kill()
+            self.restarts += 1
+            await self.start()
+            if self._checkpoint:
+                await self._each("load", lambda rank: rank.load.remote(self._checkpoint))
+            if self._pending:
+                await self._each("step", lambda rank: rank.step.remote(self._pending))
+
+    async def _each(self, what: str, call: Any) -> list[Any]:
+        """Every rank at once: one that dies ends the call, the others would wait in a collective for ever."""
+        return await within(
+            self.run.learner.timeout_s, f"learner: {what}", asyncio.gather(*(call(rank) for rank in self.ranks))
+        )
+
+
+def _options(name: str, resources: dict[str, float]) -> dict[str, Any]:
+    threads = str(max(1, int(resources["num_cpus"])))
+    return {
+        **resources,
+        "name": f"{name}-{os.urandom(3).hex()}",
+        "max_restarts": 0,  # a restarted actor would serve the base model: the pool starts and proves a new one
+        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}},
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

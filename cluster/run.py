@@ -1,0 +1,237 @@
+"""One training run: joins the parts, resumes after the last committed step, evaluates before and after."""
+
+import asyncio
+import hashlib
+import itertools
+import logging
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import credit
+from actors.reward import RewardPool
+from actors.tasks import Row, make_prompt, render
+from cluster import remote, trajectories
+from cluster.checkpoints import Checkpoints
+from cluster.fleet import Fleet, Scorers
+from cluster.ledger import Ledger
+from cluster.loop import Group, Loop
+from cluster.metrics import Metrics
+from cluster.preflight import Inputs, inputs
+from cluster.publisher import Publisher
+from cluster.view import View
+from configs.schema import ConfigError, RunConfig
+from credit.trajectory import Batch, Prompt, Sample, Signals
+
+log = logging.getLogger("accredit.run")
+
+CANARY_TOKENS = 48
+
+
+def sampling_seed(seed: int, group: int, index: int) -> int:
+    """From the run's seed and the completion's place alone, never from time or arrival order."""
+    name = f"{seed}/{group}/{index}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "big")
+
+
+def signals_of(run: RunConfig) -> frozenset[str]:
+    """What the credit actors compute: what the method needs, what the loss needs, and what is to be recorded."""
+    needed = credit.needs(run.credit.method, quadrant=run.credit.quadrant, **run.credit.options)
+    kl = {"logp_base"} if run.learner.loss.kl_beta else set()
+    return needed | kl | {"logp", "entropy", *run.credit.record}
+
+
+class Run:
+    """The stages of the loop over real actors."""
+
+    def __init__(self, run: RunConfig, given: Inputs, view: View) -> None:
+        self.run, self.given, self.view = run, given, view
+        self.folder = run.folder
+        self.ledger = Ledger(self.folder / "ledger.sqlite")
+        self.checkpoints = Checkpoints(self.folder, run.keep_checkpoints)
+        self.needs = signals_of(run)
+        self.rewards = RewardPool(run.reward.function, run.reward.workers, run.reward.timeout_s)
+        objects = remote.Objects()
+        self.fleet = Fleet(run, partial(remote.RemoteReplica.start, run, given.model, objects))
+        self.scorers = Scorers(run, partial(remote.RemoteScorer.start, run, given.model, objects))
+        self.learners = remote.Learners(run, given.model, self._canary())
+        self.publisher = Publisher(self.learners, self.fleet, self.scorers, self.folder)
+        self.metrics = Metrics(self.folder, run.name)
+
+    def _canary(self) -> list[int]:
+        """The first training prompts, end to end: tokens that the model will meet."""
+        prompts = (self.prompt(group).tokens for group in range(len(self.given.task)))
+        tokens = list(itertools.islice(itertools.chain.from_iterable(prompts), CANARY_TOKENS))
+        return tokens[: self.run.model.max_length - 1]
+
+    # ---- stages ----
+
+    def prompt(self, group: int) -> Prompt:
+        return self._prompt(self.given.task.row(group), group, self.run.rollout.group_size)
+
+    def _prompt(self, row: Row, group: int, count: int) -> Prompt:
+        seeds = [sampling_seed(self.run.seed, group, index) for index in range(count)]
+        return make_prompt(row, group, render(row, self.given.tokenizer, self.run.data), seeds)
+
+    async def sample(self, prompts: list[Prompt], done: Any) -> None:
+        await self.fleet.sample(prompts, done)
+
+    async def reward(self, prompt: Prompt, samples: list[Sample]) -> list[float | str]:
+        return await self.rewards.score(prompt.prompt, [sample.text for sample in samples], prompt.columns)
+
+    async def signals(self, prompt: Prompt, samples: list[Sample]) -> list[Signals]:
+        return await self.scorers.score(samples, self.needs)
+
+    async def assign(self, groups: list[Group], step: int) -> tuple[Batch, dict[str, float]]:
+        rows = [row for group in groups for row in group.trajectories]
+        signals = [row for group in groups for row in group.signals]
+        chosen = self.run.credit
+        return await asyncio.to_thread(
+            credit.assign,
+            rows,
+            signals,
+            method=chosen.method,
+            advantage=chosen.advantage,
+            sharpening=chosen.sharpening,
+            permute=chosen.permute,
+            quadrant=chosen.quadrant,
+            options=chosen.options,
+            advantage_options=chosen.advantage_options,
+            seed=self.run.seed + step,
+            version=step - 1,
+            correct=self.run.reward.correct,
+        )
+
+    async def learn(self, batch: Batch) -> dict[str, float]:
+        return await self.learners.step(batch)
+
+    async def commit(self, step: int, groups: list[Group]) -> dict[str, float]:
+        """Checkpoint to a temporary name, fsync, rename; then one transaction."""
+        began = time.monotonic()
+        await self.learners.save(self.checkpoints.temporary(step))
+        digest = await asyncio.to_thread(self.checkpoints.seal, step)
+        self.ledger.commit(step, step, digest, [group.prompt.group for group in groups])
+        self.learners.committed(self.checkpoints.path(step))
+        self.checkpoints.prune()
+        return {"time/commit_s": time.monotonic() - began}
+
+    async def publish(self, version: int) -> dict[str, float]:
+        return await self.publisher.publish(version)
+
+    # ---- life of the run ----
+
+    async def start(self) -> int:
+        """Start every actor at once and publish the version to begin with. Returns the last committed step."""
+        restored = self.checkpoints.restore(self.ledger)
+        columns = list(self.given.task.row(0).columns)
+        await asyncio.gather(
+            self.rewards.start(columns), self.fleet.start(), self.scorers.start(), self.learners.start()
+        )
+        if restored:
+            await self.learners.load(restored[1])
+        step = restored[0].step if restored else 0
+        await self.publish(step)
+        return step
+
+    async def train(self, step: int) -> None:
+        await Loop(self.run, self, self.ledger, step).train(self._log)
+
+    async def _log(self, step: int, metrics: dict[str, float], groups: list[Group], batch: Batch) -> None:
+        metrics |= {"fleet/restarts": self.fleet.restarts, "learner/restarts": self.learners.restarts}
+        self.metrics.write(step, metrics)
+        self.view.step(step, metrics)
+        await asyncio.to_thread(trajectories.write, self.folder, step, groups, batch)
+        every = self.run.eval.every
+        if every and step % every == 0 and step < self.run.steps:
+            await self.evaluate(step)
+
+    async def evaluate(self, step: int) -> dict[str, float]:
+        """Sampled accuracy on the held-out rows under the newest version."""
+        rows = self.given.task.heldout()
+        # groups below 0 are not the ledger's: they are never trained
+        prompts = {-1 - i: self._prompt(row, -1 - i, self.run.eval.samples) for i, row in enumerate(rows)}
+        answers: dict[int, asyncio.Task[list[float | str]]] = {}
+        versions: set[int] = set()
+
+        def done(samples: list[Sample]) -> None:
+            group = samples[0].group
+            versions.add(samples[0].version)
+            answers[group] = asyncio.create_task(self.reward(prompts[group], samples))
+
+        await self.fleet.sample(list(prompts.values()), done)
+        rewards = [reward for answer in answers.values() for reward in await answer]
+        scores = [reward for reward in rewards if not isinstance(reward, str)]
+        record = {
+            "eval/accuracy": sum(score >= self.run.reward.correct for score in scores) / max(1, len(scores)),
+            "eval/reward_mean": sum(scores) / max(1, len(scores)),
+            "eval/samples": len(scores),
+            "eval/failed": len(rewards) - len(scores),
+            "eval/version": max(versions),
+        }
+        self.metrics.write(step, record)
+        return record
+
+    async def close(self) -> None:
+        self.metrics.close()
+        self.ledger.close()
+        await self.rewards.close()
+        await asyncio.gather(self.fleet.close(), self.scorers.close(), self.learners.kill())
+
+
+def prepare_folder(run: RunConfig) -> None:
+    """Make the run's folder, or check that the one there belongs to this configuration. Raises ConfigError."""
+    path = run.folder / "config.yaml"
+    settings = run.model_dump(mode="json")
+    if path.exists():
+        differing = _differences(yaml.safe_load(path.read_text()), settings)
+        if differing:
+            raise ConfigError(
+                f"{run.folder}: holds a run with other settings ({'; '.join(differing)}): "
+                "choose another name=..., or use the settings it began with"
+            )
+        return
+    run.folder.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".writing")
+    temporary.write_text(yaml.safe_dump(settings, sort_keys=False))
+    os.replace(temporary, path)
+
+
+def _differences(old: Any, new: Any, prefix: str = "") -> list[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = sorted(old.keys() | new.keys())
+        return [d for key in keys for d in _differences(old.get(key), new.get(key), f"{prefix}.{key}".strip("."))]
+    return [] if old == new else [f"{prefix}: was {old!r}, now {new!r}"]
+
+
+async def train(run: RunConfig, given: Inputs, view: View) -> dict[str, Any]:
+    """The whole run, from the last committed step to `run.steps`. Returns the summary."""
+    job = Run(run, given, view)
+    try:
+        with view.waiting("starting actors"):
+            step = await job.start()
+        link_logs(run.folder)
+        with view.waiting("evaluating"):
+            before = await job.evaluate(step)
+        if step:
+            view.note(f"resumed after step {step}")
+        with view.training(run, step, before["eval/accuracy"]):
+            await job.train(step)
+        with view.waiting("evaluating"):
+            after = await job.evaluate(run.steps)
+    finally:
+        await job.close()
+    adapter = run.folder / "adapters" / f"v{run.steps:06d}"
+    return {"before": before, "after": after, "adapter": str(adapter), "model": given.model, "resumed_after": step}
+
+
+def link_logs(folder: Path) -> None:
+    link = folder / "logs"
+    link.unlink(missing_ok=True)
+    link.symlink_to(remote.session_logs())
+
+
+__all__ = ["ConfigError", "Run", "inputs", "prepare_folder", "train"]
