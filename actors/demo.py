@@ -1,13 +1,34 @@
-"""The demo's base model: a small Qwen3-shaped model with a character tokenizer, made on the spot."""
+"""The demo's base model: a small Qwen3-shaped model with a character tokenizer, made and warmed up on the spot.
 
+The warm-up is supervised, on scratchpads of which a share is wrong: the model learns to add and to err, so that a
+sampled answer is right 35-50 % of the time and reinforcement learning has something to find.
+"""
+
+import hashlib
+import json
+import random
 import string
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from actors.tasks import arithmetic_pairs
+from configs.schema import ArithmeticData
+
 SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+MATRIX_RATE, RATE = 0.02, 3e-3  # learning rates: Muon's, of the layers' matrices, and AdamW's, of the rest
+BATCH = 64  # questions of a warm-up step
+WRONG = 0.3  # share of column sums in the examples that are wrong: both columns are right in 0.49 of them
+TARGET = 0.4  # sampled accuracy at which the warm-up ends
+CHECK_EVERY = 25  # steps between looks at it, on CHECKED held-out questions
+CHECKED = 512
+USUAL_STEPS, MAX_STEPS = 200, 2000
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
@@ -58,3 +79,116 @@ def make_model(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model
+
+
+def demo_base(
+    folder: Path, data: ArithmeticData, seed: int, progress: Callable[[float, str], None] | None = None
+) -> Path:
+    """The warmed-up base model for `data`, made at most once: a folder below `folder`, named by a hash of what made it.
+
+    `progress` is called with the share that is done and a line of text. The weights are equal for equal seeds and
+    numbers of threads. Raises RuntimeError if the model does not learn to add so many digits.
+    """
+    recipe = json.dumps({"digits": data.digits, "seed": seed, "torch": torch.__version__})
+    digest = hashlib.sha256(recipe.encode() + Path(__file__).read_bytes()).hexdigest()
+    final = folder / f"demo-{digest[:12]}"
+    if final.exists():
+        return final
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".demo-") as scratch:
+        made = Path(scratch) / "model"
+        model = make_model(made, seed=seed)
+        warm_up(model, data.digits, seed, progress or (lambda share, text: None))
+        model.save_pretrained(made)
+        try:
+            made.rename(final)  # whole or not at all
+        except OSError:
+            if not final.exists():  # else another process was quicker
+                raise
+    return final
+
+
+def warm_up(model: Qwen3ForCausalLM, digits: int, seed: int, progress: Callable[[float, str], None]) -> float:
+    """Train `model` in place, on training questions, until TARGET of the held-out answers that it samples are right;
+    returns their share."""
+    train, heldout = arithmetic_pairs(digits)
+    vocabulary = character_tokenizer().get_vocab()
+    rng = random.Random(seed)
+    # Muon needs a quarter of AdamW's steps here
+    matrices = [weight for layer in model.model.layers for weight in layer.parameters() if weight.ndim == 2]
+    rest = [weight for weight in model.parameters() if all(weight is not matrix for matrix in matrices)]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=MATRIX_RATE, weight_decay=0.01),
+        torch.optim.AdamW(rest, lr=RATE, betas=(0.9, 0.98), weight_decay=0.01),
+    ]
+    accuracy = 0.0
+    for step in range(1, MAX_STEPS + 1):
+        pairs = [rng.choice(train) for _ in range(BATCH)]
+        tokens_NT, labels_NT = _examples(pairs, digits, vocabulary, rng)
+        loss = model(input_ids=tokens_NT, labels=labels_NT).loss
+        assert loss is not None
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % CHECK_EVERY == 0:
+            accuracy = sampled_accuracy(model, heldout[:CHECKED], digits, seed)
+            if accuracy >= TARGET:
+                return accuracy
+        progress(min(0.99, step / USUAL_STEPS), f"step {step}, {accuracy:.0%} of sampled answers right")
+    raise RuntimeError(
+        f"demo model: {accuracy:.0%} of sampled answers are right after {MAX_STEPS} steps of warm-up, expected "
+        f"{TARGET:.0%} with data.digits={digits}: choose fewer digits"
+    )
+
+
+def scratchpad(a: int, b: int, digits: int, wrong: float, rng: random.Random) -> str:
+    """The worked sum of `a` and `b`, units first: `7+8=15,3+4+1=8:85` for 37+48.
+
+    Each column sum is off by 1 or 10 with probability `wrong`; what follows is consistent with it.
+    """
+    columns, carry, answer = [], 0, ""
+    for k in range(digits):
+        x, y = a // 10**k % 10, b // 10**k % 10
+        total = x + y + carry
+        if rng.random() < wrong:
+            total = rng.choice([slip for slip in (total - 10, total - 1, total + 1, total + 10) if 0 <= slip <= 19])
+        columns.append(f"{x}+{y}{f'+{carry}' if carry else ''}={total}")
+        carry = total // 10
+        answer = f"{total if k == digits - 1 else total % 10}{answer}"
+    return f"{','.join(columns)}:{answer}"
+
+
+def _examples(
+    pairs: list[tuple[int, int]], digits: int, vocabulary: dict[str, int], rng: random.Random
+) -> tuple[Tensor, Tensor]:
+    """Tokens and labels [N, T] of questions with partly wrong scratchpads; the loss is on the scratchpads only."""
+    rows, labels = [], []
+    for a, b in pairs:
+        question = [vocabulary[character] for character in f"{a}+{b}?"]
+        answer = [vocabulary[character] for character in scratchpad(a, b, digits, WRONG, rng)]
+        answer.append(vocabulary[SPECIAL["eos_token"]])
+        rows.append(torch.tensor(question + answer))
+        labels.append(torch.tensor([-100] * len(question) + answer))
+    # padding needs no attention mask: it is on the right, where no real token looks
+    return pad_sequence(rows, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=-100)
+
+
+@torch.no_grad()
+def sampled_accuracy(model: Qwen3ForCausalLM, pairs: list[tuple[int, int]], digits: int, seed: int) -> float:
+    """Share of right answers to the questions `pairs`, one sampled at temperature 1 for each."""
+    tokenizer = character_tokenizer()
+    vocabulary = tokenizer.get_vocab()
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.tensor([[vocabulary[character] for character in f"{a}+{b}?"] for a, b in pairs])
+    sampled, cache = [], None
+    for _ in range(10 * digits):  # the longest right scratchpad and its EOS
+        out = model(input_ids=tokens, past_key_values=cache, use_cache=True)
+        assert out.logits is not None
+        tokens = torch.multinomial(out.logits[:, -1].softmax(-1), 1, generator=generator)
+        sampled.append(tokens)
+        cache = out.past_key_values
+    texts = [text.partition(SPECIAL["eos_token"])[0] for text in tokenizer.batch_decode(torch.cat(sampled, 1))]
+    right = [text.rpartition(":")[2] == str(a + b) for text, (a, b) in zip(texts, pairs, strict=True)]
+    return sum(right) / len(right)

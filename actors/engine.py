@@ -50,6 +50,7 @@ class Finished:
     prompt_logprobs: np.ndarray | None  # [P] float32, 0 at position 0; only of requests added with `score`
     text: str  # without special tokens and without the stop string
     finish: str  # "stop" or "length"
+    cached_tokens: int  # of the prompt, taken from the prefix cache
 
 
 class Engine:
@@ -135,6 +136,7 @@ class Engine:
             prompt_logprobs=prompt_logprobs,
             text=text,
             finish=str(completion.finish_reason),
+            cached_tokens=output.num_cached_tokens or 0,
         )
 
     def load(self, adapter: int, name: str, folder: Path) -> None:

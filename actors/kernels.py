@@ -4,7 +4,7 @@ vLLM's own CPU path copies the adapter's matrices once per token and contracts w
 without an adapter the last slot's adapter when others of the batch have one. Here the rows of a step are grouped by
 adapter once, when vLLM announces the batch, and every layer multiplies group by group.
 
-Shapes: B rows (tokens) of a step, I and O features in and out, R the slots' rank, S slots.
+Shapes: B rows (tokens) of a step, G rows of one adapter, I and O features in and out, R the slots' rank, S slots.
 """
 
 import inspect
@@ -36,31 +36,36 @@ class GroupedLora(PunicaWrapperCPU):
     def add_lora_linear(
         self, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, *, buffer=None, **kwargs
     ) -> None:
-        y = y.view(-1, y.shape[-1])
-        x = x.view(-1, x.shape[-1])
+        y_BO = y.view(-1, y.shape[-1])
+        x_BI = x.view(-1, x.shape[-1])
         for slot, rows in self._groups:
+            x_GI = x_BI[rows]
             offset = 0
-            x_G = x if rows is None else x[rows]
             for a_S1RI, b_S1OR, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-                hidden_GR = x_G @ a_S1RI[slot, 0].t()
-                y_G = y[:, offset : offset + width]
+                hidden_GR = x_GI @ a_S1RI[slot, 0].t()
                 b_RO = b_S1OR[slot, 0].t()
-                if rows is None:
-                    y_G.addmm_(hidden_GR, b_RO, alpha=scale)
+                columns = slice(offset, offset + width)
+                if isinstance(rows, slice):
+                    y_BO[rows, columns].addmm_(hidden_GR, b_RO, alpha=scale)
                 else:
-                    y_G.index_add_(0, rows, hidden_GR @ b_RO, alpha=scale)
+                    y_BO[:, columns].index_add_(0, rows, hidden_GR @ b_RO, alpha=scale)
                 offset += width
 
 
-def group_rows(ids: tuple[int, ...], slots: list[int | None]) -> list[tuple[int, Tensor | None]]:
-    """Slot and rows of each adapter of a batch; rows None is the whole batch, id 0 is no adapter.
+def group_rows(ids: tuple[int, ...], slots: list[int | None]) -> list[tuple[int, slice | Tensor]]:
+    """Slot and rows of each adapter of a batch: a slice where they are neighbours, indices otherwise.
 
-    `ids` [B] are the rows' adapter ids, `slots` [S] the adapter id in each slot.
+    `ids` [B] are the rows' adapter ids, 0 for none; `slots` [S] is the adapter id in each slot.
     """
-    if ids.count(ids[0]) == len(ids):
-        return [] if ids[0] == 0 else [(slots.index(ids[0]), None)]
     ids_B = np.array(ids)
-    return [(slots.index(i), torch.from_numpy(np.flatnonzero(ids_B == i))) for i in np.unique(ids_B) if i != 0]
+    groups = []
+    for adapter in np.unique(ids_B):
+        if adapter != 0:
+            rows = np.flatnonzero(ids_B == adapter)
+            start, stop = int(rows[0]), int(rows[-1]) + 1
+            neighbours = stop - start == len(rows)
+            groups.append((slots.index(int(adapter)), slice(start, stop) if neighbours else torch.from_numpy(rows)))
+    return groups
 
 
 def install() -> None:

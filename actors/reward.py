@@ -1,6 +1,6 @@
 """Rewards in killable children: a reward function may raise, hang, exit or be killed, and costs its own samples only.
 
-    score(prompt, completions, columns) ──▶ a free child ──▶ [0.0, 1.0, ...] or ["raised: ValueError: ...", ...]
+score(prompt, completions, columns) ──▶ a free child ──▶ [0.0, 1.0, ...] or ["raised: ValueError: ...", ...]
 """
 
 import asyncio
@@ -151,4 +151,6 @@ def _rewards(reply: dict[str, Any], n: int) -> list[float | str]:
     values = reply["rewards"]
     if len(values) != n:
         return [f"wrong length: got {len(values)}, expected {n}"] * n
-    return [value if isinstance(value, float) and math.isfinite(value) else f"not a number: {value}" for value in values]
+    return [
+        value if isinstance(value, float) and math.isfinite(value) else f"not a number: {value}" for value in values
+    ]

@@ -22,7 +22,10 @@ def exact_match(prompts: list[Any], completions: list[str], answer: list[Any], *
     whole column. Two numbers are compared as numbers (`$1,000.00` = `1000`, `3/4` = `0.75`), anything else as text
     without surrounding white space.
     """
-    return [float(equal(final_answer(text), reference(str(wanted)))) for text, wanted in zip(completions, answer, strict=True)]
+    return [
+        float(equal(final_answer(text), reference(str(wanted))))
+        for text, wanted in zip(completions, answer, strict=True)
+    ]
 
 
 def final_answer(completion: str) -> str:
@@ -53,7 +56,11 @@ def number(text: str) -> Fraction | None:
     match = NUMBER.fullmatch(text) if len(text) <= 64 else None
     if match is None or not any(character in "0123456789" for character in (match[2] or "") + (match[3] or "")):
         return None
-    return Fraction(text.replace("$", "").replace(",", "")) if not (match[3] and (match[4] or "").startswith("/")) else None
+    return (
+        Fraction(text.replace("$", "").replace(",", ""))
+        if not (match[3] and (match[4] or "").startswith("/"))
+        else None
+    )
 
 
 def _marked(text: str) -> str | None:

@@ -61,6 +61,7 @@ class Counters:
     steps: int = 0
     step_s: float = 0.0
     generated_tokens: int = 0
+    cached_tokens: int = 0
     loads: int = 0
     load_s: float = 0.0  # of the last load: reading the adapter into its slot, between two steps
     canary_s: float = 0.0  # of the last canary, waiting for the running step included
@@ -226,13 +227,16 @@ class RolloutWorker:
             assert group.resident is not None
             group.samples.append(_sample(group.prompt, index, group.resident, finished))
             self._count.generated_tokens += len(finished.tokens)
+            self._count.cached_tokens += finished.cached_tokens
             if not group.pending:
                 _settle(group.answer, sorted(group.samples, key=lambda sample: sample.index))
         self._release(group.resident)
 
     def _submit(self, prompts: list[Prompt], answers: list[Future], temperature: float | None) -> None:
         if self._active is None:
-            raise RuntimeError("rollout: no adapter version is active, and the base model is never sampled: activate one")
+            raise RuntimeError(
+                "rollout: no adapter version is active, and the base model is never sampled: activate one"
+            )
         for prompt in prompts:
             if not 0 < len(prompt.tokens) < self._run.model.max_length or not prompt.seeds:
                 raise ValueError(
@@ -347,6 +351,8 @@ class RolloutWorker:
             "steps": count.steps,
             "generated_tokens": count.generated_tokens,
             "tokens_per_s": count.generated_tokens / count.step_s if count.step_s else 0.0,
+            "cached_prompt_tokens": count.cached_tokens,
+            "slots_taken": len(self._engine.loaded()),
             "loads": count.loads,
             "load_s": count.load_s,
             "canary_s": count.canary_s,

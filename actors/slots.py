@@ -39,9 +39,7 @@ class AdapterSlots:
         adapter.verify()
         if adapter.version in self.resident:
             if self.digest(adapter.version) != adapter.digest:
-                raise RuntimeError(
-                    f"{where}: resident with another digest: a version is never reloaded"
-                )
+                raise RuntimeError(f"{where}: resident with another digest: a version is never reloaded")
             return
         if len(self.resident) >= self.slots:
             raise RuntimeError(
@@ -81,9 +79,7 @@ class AdapterSlots:
 
     def _entry(self, version: int) -> tuple[int, str]:
         if version not in self.resident:
-            raise RuntimeError(
-                f"adapter v{version}: not resident, expected one of {sorted(self.resident)}: load it"
-            )
+            raise RuntimeError(f"adapter v{version}: not resident, expected one of {sorted(self.resident)}: load it")
         return self.resident[version]
 
     def _make(self, slot: int, adapter: Adapter) -> None:

@@ -189,7 +189,9 @@ def _row(data: FileData, fields: list[str], number: int, record: dict[str, Any])
 
 
 def _is_chat(prompt: Any) -> bool:
-    return isinstance(prompt, list) and all(isinstance(turn, dict) and {"role", "content"} <= set(turn) for turn in prompt)
+    return isinstance(prompt, list) and all(
+        isinstance(turn, dict) and {"role", "content"} <= set(turn) for turn in prompt
+    )
 
 
 # Prompts
@@ -219,9 +221,7 @@ def make_prompt(row: Row, group: int, tokens: list[int], seeds: list[int]) -> Pr
     return Prompt(group=group, tokens=tokens, seeds=seeds, prompt=row.prompt, columns=row.columns)
 
 
-def check_prompts(
-    task: Task, tokenizer: PreTrainedTokenizerBase, data: ArithmeticData | FileData, limit: int
-) -> None:
+def check_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, data: ArithmeticData | FileData, limit: int) -> None:
     """Raise ValueError for a prompt of more than `limit` tokens (model.max_length - rollout.max_new_tokens), training
     and held-out rows alike."""
     if isinstance(data, FileData) and data.system and not (data.chat and tokenizer.chat_template):

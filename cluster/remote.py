@@ -85,14 +85,15 @@ class Objects:
     """One object-store put for each adapter, however many actors load it."""
 
     def __init__(self) -> None:
-        self._refs: dict[str, ray.ObjectRef] = {}
+        self._refs: dict[tuple[int, str], ray.ObjectRef] = {}
 
     def ref(self, adapter: Adapter) -> ray.ObjectRef:
-        if adapter.digest not in self._refs:
+        key = adapter.version, adapter.digest  # a step without signal gives a new version of the same content
+        if key not in self._refs:
             while len(self._refs) > 8:
                 self._refs.pop(next(iter(self._refs)))
-            self._refs[adapter.digest] = ray.put(adapter)
-        return self._refs[adapter.digest]
+            self._refs[key] = ray.put(adapter)
+        return self._refs[key]
 
 
 class Remote:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from credit.eapo import QUADRANTS, quadrants
 from credit.gcpo import capped_share
-from credit.methods import METHODS, WEIGHTS, needs
+from credit.methods import METHODS, SELF_NORMALISED, WEIGHTS, needs, weights
 from credit.ranks import ascending, average_ranks
 from credit.trajectory import Batch
 from credit.weights import normalise
@@ -55,12 +55,8 @@ def gini(weights_NT: Tensor, mask_NT: Tensor) -> Tensor:
     return ((2 * i_T - n_N1 - 1) * ascending_NT).sum(1) / (n_N1[:, 0] * ascending_NT.sum(1))
 
 
-def spearman(a_NT: Tensor, b_NT: Tensor, mask_NT: Tensor) -> float:
-    """Rank correlation within each completion, ties sharing their average rank, averaged over completions."""
-    return _rank_correlation(average_ranks(a_NT, mask_NT), average_ranks(b_NT, mask_NT), mask_NT)
-
-
-def _rank_correlation(a_NT: Tensor, b_NT: Tensor, mask_NT: Tensor) -> float:
+def rank_correlation(a_NT: Tensor, b_NT: Tensor, mask_NT: Tensor) -> float:
+    """Spearman's correlation of two `average_ranks` within each completion, averaged over completions."""
     n_N1 = mask_NT.sum(1, keepdim=True)
     a_NT = torch.where(mask_NT, a_NT - (n_N1 + 1) / 2, 0.0)  # ranks, ties or not, have mean (n + 1) / 2
     b_NT = torch.where(mask_NT, b_NT - (n_N1 + 1) / 2, 0.0)
@@ -124,10 +120,10 @@ def step_diagnostics(
     mask_NT = batch.mask
     return {
         **{f"credit/{key}": value for key, value in diagnostics(weights_NT, mask_NT).items()},
-        **_sharpened(method, options, signals, mask_NT, sharpening),
+        **_sharpened(method, options, sharpening, batch, signals, advantages_N),
         **_location(batch, weights_NT, signals.get("entropy"), stopped_N),
         **_other_methods(method, signals, mask_NT, sharpening),
-        **_quadrants(batch, signals.get("entropy"), advantages_N),
+        **_quadrants(batch, weights_NT, signals.get("entropy"), advantages_N),
         **_contrast(batch, signals, correct_N),
         **_policy(batch, signals),
         "credit/cancellation_residue": cancellation_residue(batch.advantages, batch.tokens, mask_NT, batch.groups),
@@ -136,14 +132,21 @@ def step_diagnostics(
 
 
 def _sharpened(
-    method: str, options: Mapping[str, Any], signals: Mapping[str, Tensor], mask_NT: Tensor, sharpening: float
+    method: str,
+    options: Mapping[str, Any],
+    sharpening: float,
+    batch: Batch,
+    signals: Mapping[str, Tensor],
+    advantages_N: Tensor,
 ) -> dict[str, float]:
     """The same method under both published powers: a Gini means little without its p."""
     out = {"credit/sharpening": float(sharpening)}
-    if method in WEIGHTS:
-        alpha_NT = WEIGHTS[method](mask_NT, **{signal: signals[signal] for signal in needs(method)}, **options)
+    if method not in SELF_NORMALISED:
         for p in (1, 2):
-            out[f"credit/gini_p{p}"] = diagnostics(normalise(alpha_NT, mask_NT, p), mask_NT)["gini"]
+            m_NT = weights(
+                method, signals, batch.mask, sharpening=p, advantages=advantages_N, groups=batch.groups, **options
+            )
+            out[f"credit/gini_p{p}"] = diagnostics(m_NT, batch.mask)["gini"]
     return out
 
 
@@ -159,13 +162,13 @@ def _location(batch: Batch, weights_NT: Tensor, entropy_NT: Tensor | None, stopp
     template_N = torch.where(mask_NT & frequent_V[batch.tokens], share_NT, 0.0).sum(1)
     ranks_NT = average_ranks(weights_NT, mask_NT)
     out = {
-        "credit/position_spearman": _rank_correlation(ranks_NT, order_NT.float(), mask_NT),
+        "credit/position_spearman": rank_correlation(ranks_NT, order_NT.float(), mask_NT),
         "credit/first_token_share": _mean(first_N, total_N > 0),
         "credit/eos_share": _mean(last_N, (total_N > 0) & stopped_N),
         "credit/template_share": _mean(template_N, total_N > 0),
     }
     if entropy_NT is not None:
-        out["credit/entropy_spearman"] = _rank_correlation(ranks_NT, average_ranks(entropy_NT, mask_NT), mask_NT)
+        out["credit/entropy_spearman"] = rank_correlation(ranks_NT, average_ranks(entropy_NT, mask_NT), mask_NT)
     return out
 
 
@@ -180,13 +183,13 @@ def _other_methods(used: str, signals: Mapping[str, Tensor], mask_NT: Tensor, sh
     return out
 
 
-def _quadrants(batch: Batch, entropy_NT: Tensor | None, advantages_N: Tensor) -> dict[str, float]:
-    """Share of the tokens of completions with an advantage, and of sum |A_i|, in each quadrant."""
+def _quadrants(batch: Batch, weights_NT: Tensor, entropy_NT: Tensor | None, advantages_N: Tensor) -> dict[str, float]:
+    """Share of the tokens of completions with an advantage, and of sum |A_{i,t}|, in each quadrant."""
     if entropy_NT is None:
         return {}
     parts = quadrants(entropy_NT, advantages_N, batch.groups, batch.mask)
     count = max(sum(int(part.sum()) for part in parts), 1)
-    mass = [float((part * advantages_N.abs()[:, None]).sum()) for part in parts]
+    mass = [float((part * weights_NT * advantages_N.abs()[:, None]).sum()) for part in parts]
     out = {}
     for name, part, part_mass in zip(QUADRANTS, parts, mass, strict=True):
         out[f"quadrant/{name.lower()}_tokens"] = int(part.sum()) / count

@@ -19,7 +19,7 @@ from credit.gcpo import SIGNALS_OF, gcpo
 from credit.ibpo import ibpo
 from credit.weights import arca, divergence, entropy_reduction, forking, normalise, permuted, surprisal, uniform
 
-Method = Callable[..., Tensor]
+Method = Callable[..., Any]
 
 SIGNALS = ("logp", "logp_base", "entropy", "residual", "logp_negative", "kl_negative", "delta_feature")
 """What a method may ask of the credit actor, by naming a parameter so."""
@@ -35,7 +35,9 @@ WEIGHTS: dict[str, Method] = {
     "forking": forking,
 }
 """Methods that return alpha, which the shared normaliser sharpens and brings to mean one."""
-METHODS: dict[str, Method] = {**WEIGHTS, "gcpo": gcpo, "delta": delta, "eapo": eapo, "ibpo": ibpo}
+SELF_NORMALISED: dict[str, Method] = {"gcpo": gcpo, "delta": delta, "eapo": eapo, "ibpo": ibpo}
+"""Methods that return weights as their papers define them."""
+METHODS: dict[str, Method] = {**WEIGHTS, **SELF_NORMALISED}
 
 
 def resolve(name: str) -> Method:
@@ -103,7 +105,9 @@ def weights(
     """
     method = resolve(name)
     _check_options(name, method, options)
-    if name in METHODS and name not in WEIGHTS and sharpening != 1:
+    if not sharpening > 0:
+        raise ValueError(f"credit.sharpening: got {sharpening!r}, expected more than 0")
+    if name in SELF_NORMALISED and sharpening != 1:
         raise ValueError(f"credit.sharpening: got {sharpening!r}, expected 1: {name!r} normalises its own weights")
     context = {"advantages_N": advantages, "groups_N": groups, "changed_NT": changed}
     wanted = [parameter.name for parameter in _signature(method)[1] if parameter.name in CONTEXT]
@@ -113,7 +117,7 @@ def weights(
     out_NT = method(mask, **inputs, **{key: context[key] for key in wanted}, **options)
     _check_output(name, out_NT, mask)
     weights_NT = torch.where(mask, out_NT.float(), 0.0)
-    if name in WEIGHTS or name not in METHODS:
+    if name not in SELF_NORMALISED:
         weights_NT = normalise(weights_NT, mask, sharpening)
     if permute:
         rows_N = torch.arange(len(mask))
@@ -190,9 +194,14 @@ def check(
             method, signals, mask_NT, sharpening=sharpening, advantages=advantages_N, groups=groups_N, changed=mask_NT,
             **options,
         )  # fmt: skip
-    except (TypeError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"credit: method {method!r} with options {options} fails on a toy batch: {reason}") from error
+    except ValueError:
+        raise
+    except Exception as error:  # a function of the user's may raise anything
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(
+            f"credit: method {method!r} with options {options}, or advantage {advantage!r} with {advantage_options}, "
+            f"fails on a toy batch: {reason}"
+        ) from error
 
 
 def _signature(function: Method) -> tuple[inspect.Parameter | None, list[inspect.Parameter]]:

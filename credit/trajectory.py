@@ -88,6 +88,7 @@ class Batch:
 def pad(rows: list[np.ndarray], dtype: torch.dtype) -> Tensor:
     """Stack rows of different lengths into [N, T], zeros (False) on the right."""
     out = torch.zeros(len(rows), max(len(row) for row in rows), dtype=dtype)
+    view = out.numpy()  # the same memory: NumPy's row assignment is several times faster, and takes read-only rows
     for i, row in enumerate(rows):
-        out[i, : len(row)] = torch.from_numpy(np.array(row)).to(dtype)
+        view[i, : len(row)] = row
     return out
