@@ -8,6 +8,8 @@ temperature; with `top_p < 1` it cannot agree. Greedy requests (temperature 0) r
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -32,6 +34,8 @@ if not ON_GPU:
 from vllm import SamplingParams  # noqa: E402
 from vllm.config.lora import MaxLoRARanks  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.exceptions import VLLMError  # noqa: E402
+from vllm.logprobs import FlatLogprobs  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
@@ -53,6 +57,15 @@ class Finished:
     cached_tokens: int  # of the prompt, taken from the prefix cache
 
 
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Callers may live in processes that do not import vLLM, and could not unpickle its exceptions."""
+    try:
+        yield
+    except VLLMError as error:
+        raise ValueError(f"rollout: vLLM refuses the request: {error}") from error
+
+
 class Engine:
     """Not thread-safe: construct it and call it from one thread."""
 
@@ -70,6 +83,7 @@ class Engine:
             os.environ["LD_PRELOAD"] = preload
         self._tokenizer = self._llm.get_tokenizer()
 
+    @_plain_errors()
     def add(self, request: str, tokens: list[int], *, seed: int, adapter: int, temperature: float) -> None:
         """Queue one completion of `tokens` [P] under a loaded adapter. Requests start in the order of these calls."""
         rollout = self._run.rollout
@@ -87,6 +101,7 @@ class Engine:
         )
         self._add(request, tokens, params, self._adapters[adapter], priority=0)
 
+    @_plain_errors()
     def score(self, request: str, tokens: list[int], adapter: int | None) -> None:
         """Ask for the log-probs of `tokens` [P] under an adapter, or under the base model. Goes before all others."""
         params = SamplingParams(
@@ -117,7 +132,8 @@ class Engine:
 
     def step(self) -> list[Finished]:
         """One forward pass over the running batch; the requests that it completed."""
-        return [self._finished(output) for output in self._llm.step() if output.finished]
+        outputs = self._llm.step()
+        return [self._finished(output) for output in outputs if isinstance(output, RequestOutput) and output.finished]
 
     def _finished(self, output: RequestOutput) -> Finished:
         (completion,) = output.outputs
@@ -128,17 +144,18 @@ class Engine:
         prompt_logprobs = None
         if output.prompt_logprobs is not None:
             # position 0 has no prediction
-            prompt_logprobs = np.array([0.0, *output.prompt_logprobs.logprobs], np.float32)
+            prompt_logprobs = np.array([0.0, *_values(output.prompt_logprobs)], np.float32)
         return Finished(
             request=output.request_id,
             tokens=tokens,
-            logprobs=np.array(completion.logprobs.logprobs, np.float32),
+            logprobs=np.array(_values(completion.logprobs), np.float32),
             prompt_logprobs=prompt_logprobs,
             text=text,
             finish=str(completion.finish_reason),
             cached_tokens=output.num_cached_tokens or 0,
         )
 
+    @_plain_errors()
     def load(self, adapter: int, name: str, folder: Path) -> None:
         """Read a PEFT folder into a free slot. `adapter` and `name` must never have been used: the prefix cache
         tells versions apart by them. The folder is not needed afterwards."""
@@ -160,6 +177,11 @@ class Engine:
 
     def close(self) -> None:
         self._llm.engine_core.shutdown()
+
+
+def _values(logprobs: object) -> list[float]:
+    assert isinstance(logprobs, FlatLogprobs)  # as asked for with flat_logprobs
+    return logprobs.logprobs
 
 
 def _engine_args(run: RunConfig, model_path: str) -> EngineArgs:
@@ -193,7 +215,7 @@ def _engine_args(run: RunConfig, model_path: str) -> EngineArgs:
     )
 
 
-def _supported_rank(rank: int) -> int:
+def _supported_rank(rank: int) -> MaxLoRARanks:
     """vLLM's slots come in a few ranks; a smaller adapter fits into a larger one."""
     for supported in get_args(MaxLoRARanks):
         if rank <= supported:

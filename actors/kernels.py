@@ -82,4 +82,4 @@ def install() -> None:
             )
             return
     path = f"{GroupedLora.__module__}.{GroupedLora.__qualname__}"
-    type(current_platform).get_punica_wrapper = classmethod(lambda cls: path)
+    current_platform.get_punica_wrapper = lambda: path

@@ -6,7 +6,6 @@ score(prompt, completions, columns) ──▶ a free child ──▶ [0.0, 1.0, 
 import asyncio
 import contextlib
 import json
-import math
 import os
 import signal
 import sys
@@ -23,11 +22,12 @@ REPLY_BYTES = 16 << 20  # the longest reply that is read
 
 
 class RewardPool:
-    """At most `workers` child processes that run the reward function `function` (a dotted path), first come first served.
+    """At most `workers` child processes that run the reward function `function` (a dotted path), first come first
+    served.
 
     Each call has `timeout_s` seconds from the moment that a child takes it. A child that is late or dead is killed with
-    all that it started, and replaced. Children have an empty home folder and no variables but PATH, PYTHONPATH and LANG.
-    Belongs to the event loop that it was started in.
+    all that it started, and replaced. Children have an empty home folder and of the environment only PATH, PYTHONPATH
+    and LANG. Belongs to the event loop that it was started in.
     """
 
     def __init__(self, function: str, workers: int, timeout_s: float) -> None:
@@ -42,8 +42,12 @@ class RewardPool:
     async def start(self, columns: Sequence[str] | None = None) -> None:
         """Start every child. Raises ValueError if the function cannot be imported or does not take `columns`."""
         self._columns = None if columns is None else list(columns)
-        for _ in range(self._workers):
-            self._free.put_nowait(await self._spawn())
+        try:
+            for _ in range(self._workers):
+                self._free.put_nowait(await self._spawn())
+        except BaseException:
+            await self.close()
+            raise
 
     async def score(self, prompt: Any, completions: list[str], columns: dict[str, Any]) -> list[float | str]:
         """One group: for each completion its reward, or the reason why it has none; a failed reward raises nothing.
@@ -57,9 +61,10 @@ class RewardPool:
         try:
             if self._closed:
                 raise RuntimeError("reward pool: closed, got a group to score")
-            child = child or await self._spawn()
+            if child is None or child.returncode is not None:  # killed, or dead since its last answer
+                child = await self._spawn()
             rewards = await self._ask(child, line, len(completions))
-            answered = child.returncode is None
+            answered = child.returncode is None and not self._closed
         finally:  # a cancelled call, too, leaves a reply behind that is not for the next group
             if child and not answered:
                 await self._kill(child)
@@ -151,6 +156,4 @@ def _rewards(reply: dict[str, Any], n: int) -> list[float | str]:
     values = reply["rewards"]
     if len(values) != n:
         return [f"wrong length: got {len(values)}, expected {n}"] * n
-    return [
-        value if isinstance(value, float) and math.isfinite(value) else f"not a number: {value}" for value in values
-    ]
+    return [value if isinstance(value, float) else f"not a number: {value}" for value in values]

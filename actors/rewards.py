@@ -8,9 +8,13 @@ import re
 from fractions import Fraction
 from typing import Any
 
-# 18, -3.50, $1,000, 3/4, 1e3; at most 64 characters and a two-digit exponent, so that no number is expensive
-NUMBER = re.compile(r"([-+]?)\$?([0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)?(\.[0-9]*)?(/0*[1-9][0-9]*|[eE][-+]?[0-9]{1,2})?")
-LAST_NUMBER = re.compile(r"(?:(?<![0-9)])-)?\$?[0-9][0-9,]*(?:\.[0-9]+)?")
+# 18, -3.50, $1,000, .5, 1e3 (a two-digit exponent at most: no number is expensive), 3/4
+NUMBER = re.compile(
+    r"[-+]?\$?(?:(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,2})?"
+    r"|[-+]?[0-9]+/0*[1-9][0-9]*"
+)
+NUMBER_LENGTH = 64  # characters; longer ones are text
+IN_TEXT = re.compile(r"(?:(?<![0-9)])-)?\$?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+|/[0-9]+)?")
 
 
 def exact_match(prompts: list[Any], completions: list[str], answer: list[Any], **columns: list[Any]) -> list[float]:
@@ -20,23 +24,20 @@ def exact_match(prompts: list[Any], completions: list[str], answer: list[Any], *
     the contents of the last `\\boxed{}`; what follows the last `:` on its line, if that is a number or has no digit;
     the last number; the whole text. A reference is what follows its `####`, the contents of its `\\boxed{}`, or the
     whole column. Two numbers are compared as numbers (`$1,000.00` = `1000`, `3/4` = `0.75`), anything else as text
-    without surrounding white space.
+    without the white space around it.
     """
-    return [
-        float(equal(final_answer(text), reference(str(wanted))))
-        for text, wanted in zip(completions, answer, strict=True)
-    ]
+    pairs = zip(completions, answer, strict=True)
+    return [float(same(final_answer(completion), reference(str(column)))) for completion, column in pairs]
 
 
 def final_answer(completion: str) -> str:
     marked = _marked(completion)
     if marked is not None:
         return marked
-    _, colon, after = completion.rpartition(":")
-    after = after.strip().partition("\n")[0].strip()
-    if colon and after and (number(after) is not None or not any(character.isdigit() for character in after)):
+    after = _first_line(completion.rpartition(":")[2]) if ":" in completion else ""
+    if after and (number(after) is not None or not re.search("[0-9]", after)):
         return after
-    numbers = LAST_NUMBER.findall(completion)
+    numbers = IN_TEXT.findall(completion)
     return numbers[-1] if numbers else completion.strip()
 
 
@@ -45,35 +46,32 @@ def reference(column: str) -> str:
     return column.strip() if marked is None else marked
 
 
-def equal(left: str, right: str) -> bool:
-    numbers = number(left), number(right)
-    return left == right if None in numbers else numbers[0] == numbers[1]
+def same(left: str, right: str) -> bool:
+    a, b = number(left), number(right)
+    return left == right if a is None or b is None else a == b
 
 
 def number(text: str) -> Fraction | None:
-    """The exact value of `text`, or None if it is no number, or a longer one than any answer has."""
+    """The exact value of `text`, or None if it is no number, or longer than any answer."""
     text = text.strip().removesuffix(".")
-    match = NUMBER.fullmatch(text) if len(text) <= 64 else None
-    if match is None or not any(character in "0123456789" for character in (match[2] or "") + (match[3] or "")):
+    if len(text) > NUMBER_LENGTH or not NUMBER.fullmatch(text):
         return None
-    return (
-        Fraction(text.replace("$", "").replace(",", ""))
-        if not (match[3] and (match[4] or "").startswith("/"))
-        else None
-    )
+    return Fraction(text.replace("$", "").replace(",", ""))
 
 
 def _marked(text: str) -> str | None:
-    """What the text itself marks as its answer."""
+    """What the text itself marks as its answer, or None."""
     _, mark, after = text.rpartition("####")
     if mark:
-        return after.strip().partition("\n")[0].strip()
+        return _first_line(after)
     _, mark, after = text.rpartition("\\boxed{")
-    if not mark:
-        return None
     depth = 1
-    for i, character in enumerate(after):
+    for i, character in enumerate(after if mark else ""):
         depth += {"{": 1, "}": -1}.get(character, 0)
         if depth == 0:
             return after[:i].strip()
     return None
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0].strip()

@@ -10,6 +10,7 @@ ones take the active version, and a version is unloaded when it is superseded an
 
 import asyncio
 import itertools
+import logging
 import queue
 import tempfile
 import threading
@@ -29,7 +30,9 @@ from credit.adapter import Adapter
 from credit.trajectory import Prompt, Sample
 
 if TYPE_CHECKING:  # importing vLLM takes seconds and changes the environment: only the engine's thread does it
-    from actors.engine import Engine, Finished
+    from actors.engine import Finished
+
+logger = logging.getLogger(__name__)
 
 TMPFS = Path("/dev/shm")
 
@@ -54,6 +57,7 @@ class Group:
     prompt: Prompt | None = None  # None: a canary
     pending: dict[str, int] = field(default_factory=dict)  # request -> index in the group
     samples: list[Sample] = field(default_factory=list)
+    start: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(slots=True)
@@ -64,7 +68,7 @@ class Counters:
     cached_tokens: int = 0
     loads: int = 0
     load_s: float = 0.0  # of the last load: reading the adapter into its slot, between two steps
-    canary_s: float = 0.0  # of the last canary, waiting for the running step included
+    canary_s: float = 0.0  # of the last canary
 
 
 class RolloutWorker:
@@ -83,7 +87,12 @@ class RolloutWorker:
         ready: Future = Future()
         self._thread = threading.Thread(target=self._drive, args=(model_path, ready), name="engine", daemon=True)
         self._thread.start()
-        ready.result(run.rollout.timeout_s)
+        try:
+            ready.result(run.rollout.timeout_s)
+        except TimeoutError:
+            raise RuntimeError(
+                f"rollout: the engine did not start within rollout.timeout_s={run.rollout.timeout_s} s"
+            ) from None
 
     # ---- for callers ----
 
@@ -107,16 +116,13 @@ class RolloutWorker:
 
         Returns [T] float32 at temperature 1, 0 at position 0.
         """
-        start = time.perf_counter()
         answer: Future = Future()
         wrapped = asyncio.wrap_future(answer)
         try:
             await self._call(lambda: self._ask(tokens, version, answer))
-            logprobs = await self._within_deadline(wrapped)
+            return await self._within_deadline(wrapped)
         finally:
             wrapped.cancel()
-        self._count.canary_s = time.perf_counter() - start
-        return logprobs
 
     async def activate(self, version: int) -> None:
         """Requests from now on use this resident version; versions that it supersedes go with their last request."""
@@ -177,7 +183,7 @@ class RolloutWorker:
         try:
             from actors.engine import Engine
 
-            self._engine: Engine = Engine(self._run, model_path)
+            self._engine = Engine(self._run, model_path)
         except BaseException as error:
             ready.set_exception(error)
             return
@@ -189,8 +195,8 @@ class RolloutWorker:
             self._fail("rollout: the worker was closed")
             self._engine.close()
         except BaseException as error:
+            logger.exception("rollout: the engine's thread failed")
             self._fail(f"rollout: the engine's thread failed: {''.join(traceback.format_exception(error))}")
-            raise
 
     def _run_commands(self) -> bool:
         """Run the commands that have arrived; wait for one if there is nothing else to do. False: stop."""
@@ -222,6 +228,7 @@ class RolloutWorker:
         group = self._groups.pop(finished.request)
         index = group.pending.pop(finished.request)
         if group.prompt is None:
+            self._count.canary_s = time.perf_counter() - group.start
             _settle(group.answer, finished.prompt_logprobs)
         else:
             assert group.resident is not None
@@ -241,32 +248,33 @@ class RolloutWorker:
             if not 0 < len(prompt.tokens) < self._run.model.max_length or not prompt.seeds:
                 raise ValueError(
                     f"rollout: prompt group {prompt.group}: got {len(prompt.tokens)} tokens and {len(prompt.seeds)} "
-                    f"seeds, expected 1 to model.max_length-1={self._run.model.max_length - 1} tokens and at least a seed"
+                    f"seeds, expected at least one of each and fewer tokens than model.max_length="
+                    f"{self._run.model.max_length}"
                 )
         if temperature is None:
             temperature = self._run.rollout.temperature
         for prompt, answer in zip(prompts, answers, strict=True):
             group = Group(answer, self._active, prompt)
+            answer.add_done_callback(self._abort_if_cancelled)
             for index, seed in enumerate(prompt.seeds):
-                request = self._enter(group, index)
+                request = str(next(self._ids))
                 self._engine.add(
                     request, prompt.tokens, seed=seed, adapter=self._active.adapter, temperature=temperature
                 )
-            answer.add_done_callback(self._abort_if_cancelled)
+                self._enter(request, group, index)
 
     def _ask(self, tokens: list[int], version: int | None, answer: Future) -> None:
         resident = None if version is None else self._resident(version)
-        group = Group(answer, resident)
-        self._engine.score(self._enter(group, 0), tokens, None if resident is None else resident.adapter)
         answer.add_done_callback(self._abort_if_cancelled)
-
-    def _enter(self, group: Group, index: int) -> str:
         request = str(next(self._ids))
+        self._engine.score(request, tokens, None if resident is None else resident.adapter)
+        self._enter(request, Group(answer, resident), 0)
+
+    def _enter(self, request: str, group: Group, index: int) -> None:
         self._groups[request] = group
         group.pending[request] = index
         if group.resident is not None:
             group.resident.requests += 1
-        return request
 
     def _abort_if_cancelled(self, answer: Future) -> None:
         """Called in the thread that cancels."""

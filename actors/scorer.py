@@ -32,7 +32,9 @@ SIGNALS = frozenset({"logp", "entropy", "delta_feature"}) | BASE | NEGATIVE
 
 CHUNK_BYTES = 256 * 2**20  # logits of one application of the LM head
 BLOCK_BYTES = 8 * 2**20  # rows of a chunk that go through log-softmax together: its temporaries stay this small
-PADDING_PER_FORWARD = 256  # tokens of padding that cost about as much as one more forward
+PADDING_PER_FORWARD = {"cpu": 128, "cuda": 1024}
+"""Tokens of padding that cost about as much as one more forward: measured on a CPU; on a GPU an estimate, there it is
+the launches of the kernels that cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +303,7 @@ class Scorer:
         for sample, surprise, hidden in zip(
             samples, surprise_N.split(counts), hidden_NH.cpu().split(counts), strict=True
         ):
-            self.features[sample.group, sample.index] = Feature(sample.mask, surprise, hidden)
+            self.features[sample.group, sample.index] = Feature(sample.mask.copy(), surprise, hidden)
 
     def _negated(self, sample: Sample, negatives: dict[int, list[int]]) -> tuple[np.ndarray, np.ndarray]:
         """The sample's tokens and mask, with the negative prompt in place of all before the first policy token."""
@@ -338,7 +340,7 @@ class Scorer:
                 batch
                 and samples[batch[-1]].version == samples[i].version
                 and (len(batch) + 1) * widths[i] <= self.credit.tokens_per_forward
-                and padding <= PADDING_PER_FORWARD
+                and padding <= PADDING_PER_FORWARD[self.device.type]
             )
             if fits:
                 batch.append(i)

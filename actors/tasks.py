@@ -1,7 +1,7 @@
 """Tasks: where prompts come from, and the columns that their reward needs.
 
-A task has no position: group number g names its row by (seed, epoch g // n, place g % n in that epoch's permutation), so
-a resumed run asks for the same groups again.
+A task has no position: group number g names its row by (seed, epoch g // n, place g % n in that epoch's permutation),
+so a resumed run asks for the same groups again.
 """
 
 import hashlib
@@ -137,7 +137,7 @@ def _file_rows(data: FileData) -> list[Row]:
 
 def _read(path: Path) -> list[dict[str, Any]]:
     # pandas and pyarrow come with it: seconds that a run on generated data need not spend
-    from datasets import Dataset
+    from datasets import Dataset, disable_progress_bars
     from datasets.exceptions import DatasetGenerationError
 
     readers = {
@@ -152,15 +152,18 @@ def _read(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"data.path: {path}: there is no such file (looked from {Path.cwd()})")
     if path.stat().st_size == 0:
         raise ValueError(f"data.path: {path}: the file is empty")
+    disable_progress_bars()
     with tempfile.TemporaryDirectory() as cache:
         try:
             dataset: Any = readers[path.suffix](str(path), cache_dir=cache, keep_in_memory=True)
             records = dataset.to_list()
         except (DatasetGenerationError, ValueError, OSError) as error:
             cause = " ".join(str(error.__cause__ or error).split())
-            raise ValueError(f"data.path: {path}: cannot be read as {path.suffix[1:]}: {cause[:300]}") from error
+            raise ValueError(
+                f"data.path: {path}: has no rows, or cannot be read as {path.suffix[1:]}: {cause[:300]}"
+            ) from error
     if not records:
-        raise ValueError(f"data.path: {path}: the file has no rows")
+        raise ValueError(f"data.path: {path}: has no rows")
     return records
 
 

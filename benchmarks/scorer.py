@@ -66,7 +66,7 @@ def _speed(name: str, shape: dict[str, int], repeats: int, sequences: int) -> di
         plain.append(_seconds(lambda: _plain_forwards(scorer, inputs)))
         scored.append(_seconds(lambda: scorer.score(samples, NEEDS)))
         if i == 0:
-            plain.clear(), scored.clear()  # warm-up
+            plain, scored = [], []  # warm-up
     tokens = sum(len(sample.tokens) for sample in samples)
     return {
         "shape": name,

@@ -8,6 +8,10 @@ MARGIN = 4.0
 """Tolerance over the measured noise of the base model's answer."""
 
 
+class Refused(RuntimeError):
+    """What an actor answers is not what the adapter would."""
+
+
 def distance(one: np.ndarray, other: np.ndarray) -> float:
     """Root mean square difference of two answers [T], in nats; inf for different lengths or anything not finite."""
     if one.shape != other.shape or not (np.isfinite(one).all() and np.isfinite(other).all()):
@@ -18,11 +22,11 @@ def distance(one: np.ndarray, other: np.ndarray) -> float:
 def tolerance(base: np.ndarray, expected_base: np.ndarray) -> float:
     """What an actor's numerics are worth: its base model's answer against the learner's, with a margin.
 
-    Raises RuntimeError when the two are further apart than rounding explains: another base model.
+    Raises Refused when the two are further apart than rounding explains: another base model.
     """
     noise = distance(base, expected_base)
     if not noise < 0.5:
-        raise RuntimeError(
+        raise Refused(
             f"canary: the base model's log-probs differ from the learner's by {noise:.3g} nats, expected rounding: "
             "the actor serves another base model"
         )
@@ -32,14 +36,14 @@ def tolerance(base: np.ndarray, expected_base: np.ndarray) -> float:
 def judge(answer: np.ndarray, adapted: np.ndarray, others: dict[str, np.ndarray], limit: float) -> str:
     """Accept or refuse an answer: "proved", or "indistinguishable from X" where X would answer the same within `limit`.
 
-    answer, adapted: [T] log-probs; others: what the base and the versions before would answer. Raises RuntimeError,
-    saying which of them was served, when the answer is not the adapter's.
+    answer, adapted: [T] log-probs; others: what the base and the versions before would answer. Raises Refused, saying
+    which of them was served, when the answer is not the adapter's.
     """
     off = distance(answer, adapted)
-    alike = [name for name, other in others.items() if distance(adapted, other) <= 2 * limit]
-    nearer = [name for name, other in others.items() if name not in alike and distance(answer, other) <= off]
-    if nearer:
-        raise RuntimeError(f"canary: the answer is that of the {nearer[0]} (off by {off:.3g} nats, limit {limit:.3g})")
     if not off <= limit:
-        raise RuntimeError(f"canary: the answer is off by {off:.3g} nats, expected at most {limit:.3g}")
+        served = [name for name, other in others.items() if distance(answer, other) <= limit]
+        is_that_of = f"is that of the {served[0]}: " if served else "is "
+        raise Refused(f"canary: the answer {is_that_of}off by {off:.3g} nats, expected at most {limit:.3g}")
+    # what is further than two limits from the adapter cannot be within one limit of the answer
+    alike = [name for name, other in others.items() if distance(adapted, other) <= 2 * limit]
     return f"indistinguishable from the {alike[0]}" if alike else "proved"

@@ -1,11 +1,14 @@
 """Checkpoints on disk: written under a temporary name, made durable, renamed, and only then committed to the ledger."""
 
 import hashlib
+import logging
 import os
 import shutil
 from pathlib import Path
 
 from cluster.ledger import Ledger, Step
+
+log = logging.getLogger("accredit.checkpoints")
 
 
 class Checkpoints:
@@ -29,7 +32,8 @@ class Checkpoints:
         """Rename the temporary folder to its final name, durably. Returns its digest."""
         written, final = self._writing(step), self.path(step)
         digest = content_digest(written)
-        _sync(written)
+        for path in (*written.iterdir(), written):
+            _sync(path)
         shutil.rmtree(final, ignore_errors=True)  # newer than the last commit: a crash came between rename and commit
         os.rename(written, final)
         _sync(self.folder)
@@ -39,26 +43,51 @@ class Checkpoints:
         return self.folder / f".writing-{step:06d}"
 
     def prune(self) -> None:
-        for path in sorted(self.folder.glob("[0-9]*"))[: -self.keep]:
+        for path in self._sealed()[: -self.keep]:
             shutil.rmtree(path)
 
     def restore(self, ledger: Ledger) -> tuple[Step, Path] | None:
-        """The last committed step and its checkpoint; what is newer is removed. None for a run without commits.
+        """The last committed step and its checkpoint. None for a run without commits.
 
-        Raises RuntimeError when the checkpoint is missing or is not what was committed.
+        What a crash left without a commit is removed. A checkpoint that is missing or is not what was committed is
+        removed too, and the ledger rewound to the newest step that can be restored. Raises RuntimeError when there is
+        none, and when there are checkpoints that the ledger cannot have seen.
         """
-        for path in self.folder.glob(".writing-*"):
-            shutil.rmtree(path)
         last = ledger.last_step()
-        for path in self.folder.glob("[0-9]*"):
-            if last is None or int(path.name) > last.step:
-                shutil.rmtree(path)
+        self._remove_uncommitted(last.step if last else 0)
         if last is None:
             return None
-        path = self.path(last.step)
-        if not path.exists() or content_digest(path) != last.checkpoint:
-            raise RuntimeError(f"{path}: the checkpoint of the last committed step is missing or was changed")
+        lost = []
+        for step in range(last.step, 0, -1):
+            path = self.path(step)
+            if path.exists() and content_digest(path) == ledger.checkpoint_of(step):
+                break
+            lost.append(path)
+        else:
+            raise RuntimeError(f"{self.folder}: no committed checkpoint is intact: train under another name")
+        if lost:
+            log.error("%s: missing or changed after the commit: the run goes on from step %d", lost[0], step)
+            for path in lost:
+                shutil.rmtree(path, ignore_errors=True)
+            ledger.rewind(step, "the checkpoint is missing or was changed")
+            last = ledger.last_step()
+            assert last is not None
         return last, path
+
+    def _remove_uncommitted(self, committed: int) -> None:
+        for path in self.folder.glob(".writing-*"):
+            shutil.rmtree(path)
+        for path in self._sealed()[::-1]:
+            if int(path.name) > committed + 1:
+                raise RuntimeError(
+                    f"{path}: the ledger knows {committed} steps, expected a checkpoint of step {committed + 1} at "
+                    "most: the ledger of this run was lost or replaced; put it back, or train under another name"
+                )
+            if int(path.name) > committed:
+                shutil.rmtree(path)
+
+    def _sealed(self) -> list[Path]:
+        return sorted(self.folder.glob("[0-9]*"))
 
 
 def content_digest(folder: Path) -> str:
@@ -72,8 +101,8 @@ def content_digest(folder: Path) -> str:
     return sha.hexdigest()
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -1,6 +1,8 @@
 """The ledger: one row per prompt group, so that every trajectory is accounted for through any crash.
 
     leased -> sampled -> scored -> trained(step) | dropped(reason)
+       ^                              |
+       +------- rewind(reason) -------+      only when the step's checkpoint was lost
 
 Only `trained` and `dropped` are promises; the states between are kept so that a reader sees where a group is. They are
 written in batches (`flush`), because a group that was open in a crash is sampled again anyway. A step and its groups
@@ -8,12 +10,16 @@ are one transaction (`commit`), made after the step's checkpoint has its final n
 truth.
 """
 
-import json
+import fcntl
+import os
+import socket
 import sqlite3
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 SCHEMA_VERSION = 1
 SCHEMA = """
@@ -22,7 +28,15 @@ CREATE TABLE steps (
     step INTEGER PRIMARY KEY,
     version INTEGER NOT NULL,
     checkpoint TEXT NOT NULL,      -- sha256 over the checkpoint's files
-    committed_at REAL NOT NULL
+    committed_at REAL NOT NULL,
+    attempt INTEGER NOT NULL       -- 1, and one more each time that the step was void
+);
+CREATE TABLE voided (              -- steps that were committed, and undone because their checkpoint was lost
+    step INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    reason TEXT NOT NULL,
+    voided_at REAL NOT NULL,
+    PRIMARY KEY (step, attempt)
 );
 CREATE TABLE groups (
     id INTEGER PRIMARY KEY,        -- position in the task's stream
@@ -45,12 +59,43 @@ CREATE TABLE failures (
     reason TEXT NOT NULL,
     PRIMARY KEY (group_id, sample)
 );
-CREATE TRIGGER groups_end_once BEFORE UPDATE ON groups WHEN OLD.state IN ('trained', 'dropped')
+CREATE TABLE revisions (           -- extra rollouts of IBPO: judged, counted, never trained
+    group_id INTEGER NOT NULL REFERENCES groups (id),
+    sample INTEGER NOT NULL,       -- the wrong completion
+    reference INTEGER NOT NULL,    -- the sibling that it was compared with
+    outcome TEXT NOT NULL,
+    PRIMARY KEY (group_id, sample, reference)
+);
+CREATE TRIGGER groups_begin BEFORE INSERT ON groups WHEN NEW.state <> 'leased'
+BEGIN SELECT RAISE (ABORT, 'a group begins as leased'); END;
+CREATE TRIGGER groups_train BEFORE UPDATE ON groups WHEN NEW.state = 'trained' AND OLD.state <> 'scored'
+BEGIN SELECT RAISE (ABORT, 'only a scored group is trained, and only once'); END;
+CREATE TRIGGER groups_end_once BEFORE UPDATE ON groups
+WHEN OLD.state = 'dropped' OR OLD.state = 'trained' AND NOT (
+    NEW.state = 'leased' AND EXISTS (SELECT 1 FROM steps JOIN voided USING (step, attempt) WHERE step = OLD.step))
 BEGIN SELECT RAISE (ABORT, 'a group that was trained or dropped never changes'); END;
 CREATE TRIGGER groups_stay BEFORE DELETE ON groups
 BEGIN SELECT RAISE (ABORT, 'a group never leaves the ledger'); END;
+CREATE TRIGGER steps_in_order BEFORE INSERT ON steps WHEN NEW.step <> (SELECT coalesce(max(step), 0) + 1 FROM steps)
+BEGIN SELECT RAISE (ABORT, 'a step follows the one before'); END;
+CREATE TRIGGER steps_keep BEFORE UPDATE ON steps
+BEGIN SELECT RAISE (ABORT, 'a committed step never changes'); END;
 CREATE TRIGGER steps_stay BEFORE DELETE ON steps
-BEGIN SELECT RAISE (ABORT, 'a committed step never leaves the ledger'); END;
+WHEN NOT EXISTS (SELECT 1 FROM voided WHERE step = OLD.step AND attempt = OLD.attempt)
+BEGIN SELECT RAISE (ABORT, 'a committed step never leaves the ledger, unless it is void'); END;
+CREATE TRIGGER voided_last BEFORE INSERT ON voided
+WHEN NOT EXISTS (SELECT 1 FROM steps WHERE step = NEW.step AND attempt = NEW.attempt)
+    OR NEW.step < (SELECT max(step) FROM steps)
+BEGIN SELECT RAISE (ABORT, 'only the last committed step can be void'); END;
+CREATE TRIGGER voided_undo AFTER INSERT ON voided
+BEGIN
+    UPDATE groups SET state = 'leased', step = NULL, updated_at = NEW.voided_at WHERE step = NEW.step;
+    DELETE FROM steps WHERE step = NEW.step;
+END;
+CREATE TRIGGER voided_keep BEFORE UPDATE ON voided
+BEGIN SELECT RAISE (ABORT, 'what was void stays on record'); END;
+CREATE TRIGGER voided_stay BEFORE DELETE ON voided
+BEGIN SELECT RAISE (ABORT, 'what was void stays on record'); END;
 """
 
 
@@ -64,79 +109,94 @@ class Step:
 
 
 class Ledger:
-    """One writer: the run's driver. Raises RuntimeError when the file cannot be what this version writes."""
+    """One writer: the run's driver, which holds `lock` beside the file until it closes the ledger or dies.
+
+    Raises RuntimeError when another process holds the lock, when the file cannot be what this version writes, and from
+    every method that cannot write.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock = _locked(path.with_name("lock"))
+        self._pending: dict[int, tuple[Any, ...]] = {}
+        self._failures: list[tuple[int, int, str]] = []
+        self._revisions: list[tuple[int, int, int, str]] = []
         try:
             self._db = sqlite3.connect(path, isolation_level=None, timeout=10, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
             self._db.execute("PRAGMA foreign_keys = ON")
-            self._prepare()
+            (tables,) = self._db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'meta'").fetchone()
+            if not tables:
+                self._db.executescript(
+                    f"BEGIN; {SCHEMA} INSERT INTO meta VALUES ('schema', '{SCHEMA_VERSION}'); COMMIT;"
+                )
+            _check(self._db, path)
+            (highest,) = self._db.execute("SELECT max(id) FROM groups").fetchone()
+            self._next = 0 if highest is None else highest + 1
+            self._again = self._open()
         except sqlite3.Error as error:
             raise RuntimeError(f"{path}: the ledger cannot be opened: {error}") from error
-        self._pending: dict[int, tuple[Any, ...]] = {}
-        self._failures: list[tuple[int, int, str]] = []
-        (highest,) = self._db.execute("SELECT max(id) FROM groups").fetchone()
-        self._next = 0 if highest is None else highest + 1
-        # what was open when the last driver stopped is sampled again, before anything new
-        self._again = self._ids("SELECT id FROM groups WHERE state NOT IN ('trained', 'dropped') ORDER BY id")
 
-    def _prepare(self) -> None:
-        (tables,) = self._db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'meta'").fetchone()
-        if not tables:
-            self._db.executescript(f"BEGIN; {SCHEMA} INSERT INTO meta VALUES ('schema', '{SCHEMA_VERSION}'); COMMIT;")
-        (version,) = self._db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
-        if int(version) != SCHEMA_VERSION:
-            raise RuntimeError(
-                f"{self.path}: the ledger has schema {version}, this version of accredit writes {SCHEMA_VERSION}: "
-                "continue the run with the version that began it"
-            )
-
-    def _ids(self, query: str) -> list[int]:
-        return [row[0] for row in self._db.execute(query)]
+    def _open(self) -> list[int]:
+        """What was open when the last driver stopped: sampled again, before anything new."""
+        query = "SELECT id FROM groups WHERE state NOT IN ('trained', 'dropped') ORDER BY id"
+        return [group for (group,) in self._db.execute(query)]
 
     def lease(self, count: int) -> list[int]:
         """Take `count` groups: those that a crash left open first, then new ones."""
         now = time.time()
-        groups, self._again = self._again[:count], self._again[count:]
-        for group in groups:
-            self._pending[group] = ("leased", None, None, None, now)
-        fresh = range(self._next, self._next + count - len(groups))
-        self._next = fresh.stop
-        rows = [(group, now, now) for group in fresh]
+        again = self._again[:count]
+        fresh = range(self._next, self._next + count - len(again))
         with self._transaction():
-            self._write_pending()
-            self._db.executemany("UPDATE groups SET attempts = attempts + 1 WHERE id = ?", [(g,) for g in groups])
             self._db.executemany(
-                "INSERT INTO groups (id, state, issued_at, updated_at) VALUES (?, 'leased', ?, ?)", rows
+                "UPDATE groups SET state = 'leased', attempts = attempts + 1, updated_at = ? WHERE id = ?",
+                [(now, group) for group in again],
             )
-        return [*groups, *fresh]
+            # they belong to completions that are sampled again
+            self._db.executemany("DELETE FROM failures WHERE group_id = ?", [(group,) for group in again])
+            self._db.executemany("DELETE FROM revisions WHERE group_id = ?", [(group,) for group in again])
+            self._db.executemany(
+                "INSERT INTO groups (id, state, issued_at, updated_at) VALUES (?, 'leased', ?, ?)",
+                [(group, now, now) for group in fresh],
+            )
+        self._again, self._next = self._again[count:], fresh.stop
+        return [*again, *fresh]
 
     def sampled(self, group: int, version: int, digest: str) -> None:
-        self._pending[group] = ("sampled", version, digest, None, time.time())
+        self._mark(group, "sampled", version, digest, None)
 
     def scored(self, group: int, version: int, digest: str) -> None:
-        self._pending[group] = ("scored", version, digest, None, time.time())
+        self._mark(group, "scored", version, digest, None)
 
     def dropped(self, group: int, reason: str) -> None:
-        self._pending[group] = ("dropped", None, None, reason, time.time())
+        self._mark(group, "dropped", None, None, reason)
+
+    def _mark(self, group: int, state: str, *row: Any) -> None:
+        if group in self._pending and self._pending[group][0] == "dropped":
+            raise RuntimeError(f"ledger: group {group} was dropped, it cannot become {state}")
+        self._pending[group] = (state, *row, time.time())
 
     def failed(self, group: int, sample: int, reason: str) -> None:
         """A completion without a reward: counted, and never trained."""
         self._failures.append((group, sample, reason))
 
+    def revised(self, group: int, sample: int, reference: int, outcome: str) -> None:
+        """An extra rollout that corrected a completion, and what came of it."""
+        self._revisions.append((group, sample, reference, outcome))
+
     def flush(self) -> None:
         with self._transaction():
-            self._write_pending()
+            pass
 
     def commit(self, step: int, version: int, checkpoint: str, groups: list[int]) -> None:
         """Mark the step and the groups that it trained, in one transaction."""
         now = time.time()
         with self._transaction():
-            self._write_pending()
-            self._db.execute("INSERT INTO steps VALUES (?, ?, ?, ?)", (step, version, checkpoint, now))
+            self._db.execute(
+                "INSERT INTO steps SELECT ?, ?, ?, ?, 1 + count(*) FROM voided WHERE step = ?",
+                (step, version, checkpoint, now, step),
+            )
             done = self._db.executemany(
                 "UPDATE groups SET state = 'trained', step = ?, updated_at = ? WHERE id = ? AND state = 'scored'",
                 [(step, now, group) for group in groups],
@@ -145,6 +205,18 @@ class Ledger:
                 raise RuntimeError(
                     f"ledger: step {step} trained {len(groups)} groups, only {done.rowcount} were scored"
                 )
+
+    def rewind(self, step: int, reason: str) -> None:
+        """Go back to the end of `step`: later steps are void, and the groups that they trained are open again.
+
+        For a checkpoint that was lost. The steps stay on record with the reason.
+        """
+        with self._transaction():
+            later = self._db.execute("SELECT step, attempt FROM steps WHERE step > ? ORDER BY step DESC", (step,))
+            self._db.executemany(
+                "INSERT INTO voided VALUES (?, ?, ?, ?)", [(*row, reason, time.time()) for row in later.fetchall()]
+            )
+        self._again = self._open()
 
     def last_step(self) -> Step | None:
         row = self._db.execute("SELECT step, version, checkpoint FROM steps ORDER BY step DESC LIMIT 1").fetchone()
@@ -159,44 +231,85 @@ class Ledger:
         return dict(self._db.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall())
 
     def close(self) -> None:
-        self.flush()
-        self._db.close()
+        try:
+            self.flush()
+        finally:
+            self._db.close()
+            self._lock.close()
 
-    def _write_pending(self) -> None:
-        self._db.executemany(
-            "UPDATE groups SET state = ?, version = coalesce(?, version), digest = coalesce(?, digest), reason = ?,"
-            " updated_at = ? WHERE id = ?",
-            [(*row, group) for group, row in self._pending.items()],
-        )
-        self._db.executemany("INSERT OR REPLACE INTO failures VALUES (?, ?, ?)", self._failures)
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """What is pending and what the caller adds, together or not at all."""
+        try:
+            with self._db:  # COMMIT, or ROLLBACK on any exception
+                self._db.execute("BEGIN IMMEDIATE")
+                done = self._db.executemany(
+                    "UPDATE groups SET state = ?, version = coalesce(?, version), digest = coalesce(?, digest),"
+                    " reason = ?, updated_at = ? WHERE id = ?",
+                    [(*row, group) for group, row in self._pending.items()],
+                )
+                assert done.rowcount in (-1, len(self._pending)), "a group that was never leased"
+                self._db.executemany("INSERT OR REPLACE INTO failures VALUES (?, ?, ?)", self._failures)
+                self._db.executemany("INSERT OR REPLACE INTO revisions VALUES (?, ?, ?, ?)", self._revisions)
+                yield
+        except sqlite3.Error as error:
+            raise RuntimeError(f"{self.path}: the ledger cannot be written: {error}") from error
         self._pending.clear()
         self._failures.clear()
-
-    def _transaction(self) -> "_Transaction":
-        return _Transaction(self._db)
+        self._revisions.clear()
 
 
-class _Transaction:
-    """BEGIN IMMEDIATE ... COMMIT, or ROLLBACK on any exception."""
+def _locked(path: Path) -> IO[str]:
+    """An open file with an exclusive lock, which the kernel takes back when the process ends, however it ends."""
+    try:
+        file = path.open("a+")
+    except OSError as error:
+        raise RuntimeError(f"{path}: cannot be written: {error.strerror}: a run writes into its folder") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with file:
+            file.seek(0)
+            raise RuntimeError(
+                f"{path.parent}: {file.read() or 'another process'} is training this run: "
+                "wait until it ends, or stop it first"
+            ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file
 
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self.db = db
 
-    def __enter__(self) -> None:
-        self.db.execute("BEGIN IMMEDIATE")
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self.db.execute("COMMIT" if kind is None else "ROLLBACK")
+def _check(db: sqlite3.Connection, path: Path) -> None:
+    """Raise RuntimeError, or sqlite3.Error, when the file is damaged or of another version."""
+    (version,) = db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone() or ("nothing",)
+    if version != str(SCHEMA_VERSION):
+        raise RuntimeError(
+            f"{path}: the ledger has schema {version}, this version of accredit writes {SCHEMA_VERSION}: "
+            "use the version that began the run"
+        )
+    (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
+    if verdict != "ok":
+        raise RuntimeError(f"{path}: the ledger is damaged: {verdict}")
 
 
 def audit(path: Path) -> dict[str, Any]:
     """What the ledger of a finished, running or crashed run says. `balanced` is issued = trained + dropped + open.
 
-    Opens the file read-only. Raises FileNotFoundError when there is none.
+    Opens the file read-only. Raises FileNotFoundError when there is none, RuntimeError when it cannot be read.
     """
     if not path.exists():
         raise FileNotFoundError(f"{path}: no ledger there: is this the folder of a run?")
-    db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=10)
+    try:
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None, timeout=10)) as db:
+            db.execute("BEGIN")  # one snapshot: the run may be in progress
+            _check(db, path)
+            return _report(db)
+    except sqlite3.Error as error:
+        raise RuntimeError(f"{path}: the ledger cannot be read: {error}") from error
+
+
+def _report(db: sqlite3.Connection) -> dict[str, Any]:
     one = lambda query: db.execute(query).fetchone()[0]  # noqa: E731
     states = dict(db.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall())
     issued = one("SELECT coalesce(max(id), -1) + 1 FROM groups")
@@ -212,6 +325,7 @@ def audit(path: Path) -> dict[str, Any]:
         "dropped_by_reason": dict(db.execute("SELECT reason, count(*) FROM groups WHERE state = 'dropped' GROUP BY 1")),
         "failed_samples_by_reason": dict(db.execute("SELECT reason, count(*) FROM failures GROUP BY 1")),
         "sampled_again": one("SELECT coalesce(sum(attempts - 1), 0) FROM groups"),
+        "voided_steps": [f"{row[0]}: {row[1]}" for row in db.execute("SELECT step, reason FROM voided ORDER BY rowid")],
         "steps_without_groups": one(
             "SELECT count(*) FROM steps WHERE step NOT IN (SELECT step FROM groups WHERE step IS NOT NULL)"
         ),
@@ -224,5 +338,4 @@ def audit(path: Path) -> dict[str, Any]:
         and report["orphans"] == report["steps_without_groups"] == report["missing_steps"] == 0
         and report["integrity"] == "ok"
     )
-    db.close()
-    return json.loads(json.dumps(report))
+    return report

@@ -12,6 +12,7 @@ Nothing here knows Ray: the stages are coroutines, with their own deadlines. An 
 """
 
 import asyncio
+import hashlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cluster.deadline import within
+from cluster.fleet import Stale
 from cluster.ledger import Ledger
 from configs.schema import RunConfig
 from credit.trajectory import Batch, Prompt, Sample, Signals, Trajectory
@@ -26,7 +28,15 @@ from credit.trajectory import Batch, Prompt, Sample, Signals, Trajectory
 MAX_DROPS = 20
 """Groups dropped in a row, as a multiple of prompts_per_step, before the run gives up."""
 
+PATIENCE = 6
+"""The loop's own deadline, as a multiple of its stages': a fleet that recovers tries more than once."""
+
 Metrics = dict[str, float]
+
+
+def sampling_seed(seed: int, group: int, index: int) -> int:
+    """From the run's seed and the completion's place alone, never from time or arrival order. 32 bits."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{group}/{index}".encode(), digest_size=4).digest(), "big")
 
 
 class Stages(Protocol):
@@ -35,7 +45,7 @@ class Stages(Protocol):
     def prompt(self, group: int) -> Prompt: ...
     async def sample(self, prompts: list[Prompt], done: Callable[[list[Sample]], None]) -> None: ...
     async def reward(self, prompt: Prompt, samples: list[Sample]) -> Sequence[float | str]: ...
-    async def signals(self, prompt: Prompt, samples: list[Sample]) -> list[Signals]: ...
+    async def signals(self, prompt: Prompt, trajectories: list[Trajectory]) -> list[Signals]: ...
     async def assign(self, groups: list["Group"], step: int) -> tuple[Batch, Metrics]: ...
     async def learn(self, batch: Batch) -> Metrics: ...
     async def commit(self, step: int, groups: list["Group"]) -> Metrics: ...
@@ -71,6 +81,7 @@ class Loop:
     def __init__(self, run: RunConfig, stages: Stages, ledger: Ledger, version: int = 0) -> None:
         self.run, self.stages, self.ledger, self.version = run, stages, ledger, version
         self.batch_size = run.rollout.prompts_per_step
+        self._earliest = version  # the version that takes what is scored from now on
         # a slot is a group that may be in flight; the last steps free none, so that no group is left over at the end
         self._slots = asyncio.Semaphore(min(run.max_staleness + 1, run.steps - version) * self.batch_size)
         self._ready: asyncio.Queue[Group] = asyncio.Queue()  # bounded by the slots
@@ -85,7 +96,8 @@ class Loop:
         try:
             async with asyncio.TaskGroup() as tasks:
                 producer = tasks.create_task(self._produce(tasks), name="produce")
-                await self._steps(log)
+                # as a task: errors are then in the order in which they happened
+                await tasks.create_task(self._steps(log), name="steps")
                 producer.cancel()
         except* Exception as errors:
             first: BaseException = errors
@@ -118,6 +130,8 @@ class Loop:
 
             await self.stages.sample(list(prompts.values()), done)
             self._tally.seconds["sample"] += time.monotonic() - began
+        if len(finishing) != len(groups):
+            raise RuntimeError(f"loop: {len(groups)} groups were to be sampled, got {len(finishing)}: {groups}")
         kept = sum(task.result() for task in finishing)
         for _ in range(len(groups) - kept):
             self._slots.release()
@@ -138,14 +152,20 @@ class Loop:
                 trajectories.append(Trajectory.of(sample, reward))
         if len(trajectories) < 2:
             return self._drop(prompt.group, "fewer than two completions have a reward")
-        if self.version - version > self.run.max_staleness:
+        if self._stale(version):
             return self._drop(prompt.group, "stale")
         began = time.monotonic()
-        signals = await self.stages.signals(prompt, list(trajectories))
+        try:
+            signals = await self.stages.signals(prompt, trajectories)
+        except Stale:
+            return self._drop(prompt.group, "stale")
         self._tally.seconds["credit"] += time.monotonic() - began
         self.ledger.scored(prompt.group, version, digest)
         await self._ready.put(Group(prompt=prompt, trajectories=trajectories, signals=signals))
         return True
+
+    def _stale(self, version: int) -> bool:
+        return self._earliest - version > self.run.max_staleness
 
     def _drop(self, group: int, reason: str) -> bool:
         self.ledger.dropped(group, reason)
@@ -160,12 +180,11 @@ class Loop:
 
     async def _take(self) -> list[Group]:
         """The next batch: fresh groups only, sorted, whatever order they completed in."""
-        groups: list[Group] = []
+        run, groups = self.run, list[Group]()
+        deadline = PATIENCE * (run.rollout.timeout_s + run.reward.timeout_s + run.credit.timeout_s)
         while len(groups) < self.batch_size:
-            group = await within(
-                self.run.rollout.timeout_s + self.run.credit.timeout_s, "loop: the next scored group", self._ready.get()
-            )
-            if self.version - group.version > self.run.max_staleness:
+            group = await within(deadline, "loop: the next scored group", self._ready.get())
+            if self._stale(group.version):
                 self._drop(group.prompt.group, "stale")
                 self._slots.release()
             else:
@@ -178,14 +197,17 @@ class Loop:
             step = self.version + 1
             began = time.monotonic()
             groups = await self._take()
+            self._earliest = step
             waited = time.monotonic() - began
             batch, metrics = await self.stages.assign(groups, step)
             assigned = time.monotonic()
             metrics |= await self.stages.learn(batch)
             learned = time.monotonic()
             # publishing first: the fleet waits for it, and nothing is trained on the new version before the commit
-            published, committed = await asyncio.gather(self.stages.publish(step), self.stages.commit(step, groups))
-            metrics |= published | committed
+            async with asyncio.TaskGroup() as both:
+                published = both.create_task(self.stages.publish(step))
+                committed = both.create_task(self.stages.commit(step, groups))
+            metrics |= published.result() | committed.result()
             metrics |= self._step_metrics(groups, batch)
             self.version = step
             if step + self.run.max_staleness < self.run.steps:

@@ -26,7 +26,7 @@ log = logging.getLogger("accredit.pool")
 LOAD_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 300.0
 RESTARTS = 3
-"""Restarts of one member with nothing accepted in between, before it is given up."""
+"""Restarts of one member that does not come to serve in between, before it is given up."""
 
 
 class Holder(Protocol):
@@ -84,11 +84,19 @@ class Pool(Generic[H]):
             raise self._fatal
         return [member for member in self.members if member.serving]
 
-    async def available(self, timeout_s: float) -> list[Member[H]]:
-        """The serving members; waits for the first. Raises the reason when there will be none."""
+    async def available(self, timeout_s: float, version: int = 0) -> list[Member[H]]:
+        """The serving members that accepted `version` or a newer one; waits for the first.
+
+        Raises the reason when there will be none.
+        """
+        what = f"{self.kind}: a serving member with v{version}"
         async with self._changed:
-            await within(timeout_s, f"{self.kind}: a serving member", self._changed.wait_for(self.serving))
-        return self.serving()
+            holders = lambda: [member for member in self.serving() if member.version >= version]  # noqa: E731
+            return await within(timeout_s, what, self._changed.wait_for(holders))
+
+    def current(self) -> list[Adapter]:
+        """What every serving member holds, once it has accepted the newest."""
+        return list(self.recent)[-self.depth :]
 
     async def publish(self, adapter: Adapter) -> dict[str, float]:
         """Load `adapter` on every member that is up and accept it where its canary is right.
@@ -143,66 +151,69 @@ class Pool(Generic[H]):
             seconds = time.monotonic() - began
             await within(LOAD_TIMEOUT_S, f"{what} activate", actor.activate(adapter.version))
             if member.actor is actor:
-                member.version, member.restarts = adapter.version, 0
+                member.version = adapter.version
             return seconds
 
     async def _serve(self, member: Member[H]) -> None:
-        member.serving, member.recovering = True, False
+        member.serving, member.recovering, member.restarts = True, False, 0
         async with self._changed:
             self._changed.notify_all()
 
     def quarantine(self, member: Member[H], actor: H | None, error: BaseException) -> None:
         """No more work for `member`; restart it in the background. Does nothing when `actor` was replaced already."""
-        if member.actor is not actor or actor is None:
-            return
-        reason = f"{type(error).__name__}: {error}"
-        log.error("%s quarantined: %s", member.name, reason)
+        if member.actor is actor and actor is not None:
+            self._restart(member, actor, error)
+
+    def _restart(self, member: Member[H], dead: H, error: BaseException) -> None:
+        log.error("%s quarantined: %s: %s", member.name, type(error).__name__, error)
         self.refusals[type(error).__name__] += 1
         member.serving, member.recovering, member.actor, member.version = False, True, None, -1
         member.restarts += 1
-        self.restarts += 1
-        task = asyncio.get_running_loop().create_task(self._recover(member, actor, error))
+        task = asyncio.get_running_loop().create_task(self._recover(member, dead, error))
         self._recoveries.add(task)
         task.add_done_callback(self._recoveries.discard)
 
     async def _recover(self, member: Member[H], dead: H, error: BaseException) -> None:
         try:
             await within(LOAD_TIMEOUT_S, f"{member.name}: kill", dead.kill())
-            if member.restarts > RESTARTS:
-                raise RuntimeError(
-                    f"{member.name}: given up after {RESTARTS} restarts, the last because: {error}"
-                ) from error
-            began = time.monotonic()
-            member.turn = asyncio.Lock()
-            await self._begin(member)
-            while self.recent and member.version < self.recent[-1].version:
-                for adapter in list(self.recent)[-self.depth :]:
-                    await self._adopt(member, adapter)
-            await self._serve(member)
-            log.warning(
-                "%s serves v%d again, %.1f s after it failed", member.name, member.version, time.monotonic() - began
-            )
+            if member.restarts <= RESTARTS:
+                await self._replace(member)
+                return
         except Exception as failure:
-            if member.actor is not None:
-                self.quarantine(member, member.actor, failure)
-            elif member.restarts <= RESTARTS:
-                member.restarts += 1
-                await self._recover(member, dead, failure)
-            else:
-                await self._give_up(failure)
+            if member.restarts <= RESTARTS:
+                self._restart(member, member.actor or dead, failure)
+                return
+            error = failure
+        await self._give_up(member, error)
 
-    async def _give_up(self, failure: Exception) -> None:
+    async def _replace(self, member: Member[H]) -> None:
+        began = time.monotonic()
+        self.restarts += 1
+        member.turn = asyncio.Lock()
+        await self._begin(member)
+        while self.recent and member.version < self.recent[-1].version:
+            for adapter in self.current():
+                await self._adopt(member, adapter)
+        await self._serve(member)
+        log.warning(
+            "%s serves v%d again, %.1f s after it failed", member.name, member.version, time.monotonic() - began
+        )
+
+    async def _give_up(self, member: Member[H], error: BaseException) -> None:
         """A member is beyond recovery: the run goes on while `minimum` others can serve."""
+        log.error("%s: given up after %d restarts, the last because: %s", member.name, RESTARTS, error)
         async with self._changed:
             hopeful = [m for m in self.members if m.actor is not None or m.restarts <= RESTARTS]
             if len(hopeful) < self.minimum:
                 self._fatal = RuntimeError(
-                    f"{self.kind}: fewer than {self.minimum} members can serve; the last failure: {failure}"
+                    f"{self.kind}: {len(hopeful)} members can serve, expected at least {self.minimum}: "
+                    f"{member.name} was given up after {RESTARTS} restarts, the last because: {error}"
                 )
-            log.error("%s", failure)
             self._changed.notify_all()
 
     async def close(self) -> None:
-        for task in self._recoveries:
+        recoveries = list(self._recoveries)
+        for task in recoveries:
             task.cancel()
+        await asyncio.gather(*recoveries, return_exceptions=True)
         await asyncio.gather(*(member.actor.kill() for member in self.members if member.actor is not None))

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from actors.rollout import RolloutWorker
 from actors.scorer import Scorer
 from cluster.deadline import Late, within
+from cluster.fleet import Key
 from configs.schema import ConfigError, RunConfig
 from credit.adapter import Adapter
 from credit.trajectory import Batch, Prompt, Sample, Signals
@@ -96,6 +97,15 @@ class Objects:
         return self._refs[key]
 
 
+async def answer(reference: Any) -> Any:
+    """The value of an object reference; what the actor's method raised is raised as it was, with its traceback."""
+    try:
+        return await reference
+    except RayTaskError as error:
+        error.cause.add_note(str(error))
+        raise error.cause from None
+
+
 class Remote:
     """What every actor handle offers."""
 
@@ -103,13 +113,13 @@ class Remote:
         self.handle, self._objects = handle, objects
 
     async def load(self, adapter: Adapter) -> np.ndarray:
-        return await self.handle.load.remote(self._objects.ref(adapter))
+        return await answer(self.handle.load.remote(self._objects.ref(adapter)))
 
     async def canary(self, tokens: list[int], version: int | None) -> np.ndarray:
-        return await self.handle.canary.remote(tokens, version)
+        return await answer(self.handle.canary.remote(tokens, version))
 
     async def stats(self) -> dict[str, Any]:
-        return await self.handle.stats.remote()
+        return await answer(self.handle.stats.remote())
 
     async def kill(self) -> None:
         await kill(self.handle)
@@ -131,15 +141,15 @@ class RemoteReplica(Remote):
     async def start(cls, run: RunConfig, model: str, objects: Objects, name: str) -> "RemoteReplica":
         resources = {"num_cpus": run.rollout.cpus, "num_gpus": run.rollout.gpus * run.rollout.tensor_parallel}
         handle = RolloutActor.options(**_options(name, resources)).remote(run, model)
-        await handle.__ray_ready__.remote()
+        await answer(handle.__ray_ready__.remote())
         return cls(handle, objects)
 
     async def activate(self, version: int) -> None:
-        await self.handle.activate.remote(version)
+        await answer(self.handle.activate.remote(version))
 
     async def sample(self, prompts: list[Prompt], temperature: float | None = None) -> AsyncIterator[list[Sample]]:
         async for reference in self.handle.sample.remote(prompts, temperature):
-            yield await reference
+            yield await answer(reference)
 
 
 class RemoteScorer(Remote):
@@ -154,18 +164,27 @@ class RemoteScorer(Remote):
     async def start(cls, run: RunConfig, model: str, objects: Objects, name: str) -> "RemoteScorer":
         resources = {"num_cpus": run.credit.cpus, "num_gpus": run.credit.gpus}
         handle = CreditActor.options(**_options(name, resources)).remote(run, model)
-        await handle.__ray_ready__.remote()
+        await answer(handle.__ray_ready__.remote())
         return cls(handle, objects, run.max_staleness + 1)
 
     async def activate(self, version: int) -> None:
         self._held.append(version)
         while len(self._held) > self._depth:
-            await self.handle.unload.remote(self._held.pop(0))
+            await answer(self.handle.unload.remote(self._held.pop(0)))
 
     async def score(
         self, samples: list[Sample], needs: frozenset[str], negatives: dict[int, list[int]] | None
     ) -> list[Signals]:
-        return await self.handle.score.remote(samples, needs, negatives)
+        return await answer(self.handle.score.remote(samples, needs, negatives))
+
+    async def delta_sums(self, coefficients: dict[Key, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        return await answer(self.handle.delta_sums.remote(coefficients))
+
+    async def delta_dots(self, direction: np.ndarray, keys: list[Key]) -> dict[Key, np.ndarray]:
+        return await answer(self.handle.delta_dots.remote(direction, keys))
+
+    async def delta_clear(self, keys: list[Key]) -> None:
+        await answer(self.handle.delta_clear.remote(keys))
 
 
 class Learners:
@@ -244,7 +263,7 @@ class Learners:
     async def _each(self, what: str, call: Any) -> list[Any]:
         """Every rank at once: one that dies ends the call, the others would wait in a collective for ever."""
         return await within(
-            self.run.learner.timeout_s, f"learner: {what}", asyncio.gather(*(call(rank) for rank in self.ranks))
+            self.run.learner.timeout_s, f"learner: {what}", asyncio.gather(*(answer(call(rank)) for rank in self.ranks))
         )
 
 

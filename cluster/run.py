@@ -1,7 +1,6 @@
 """One training run: joins the parts, resumes after the last committed step, evaluates before and after."""
 
 import asyncio
-import hashlib
 import itertools
 import logging
 import os
@@ -12,37 +11,24 @@ from typing import Any
 
 import yaml
 
-import credit
 from actors.reward import RewardPool
 from actors.tasks import Row, make_prompt, render
 from cluster import remote, trajectories
+from cluster.assigner import Assigner
 from cluster.checkpoints import Checkpoints
 from cluster.fleet import Fleet, Scorers
 from cluster.ledger import Ledger
-from cluster.loop import Group, Loop
+from cluster.loop import Group, Loop, sampling_seed
 from cluster.metrics import Metrics
 from cluster.preflight import Inputs, inputs
 from cluster.publisher import Publisher
 from cluster.view import View
 from configs.schema import ConfigError, RunConfig
-from credit.trajectory import Batch, Prompt, Sample, Signals
+from credit.trajectory import Batch, Prompt, Sample, Signals, Trajectory
 
 log = logging.getLogger("accredit.run")
 
 CANARY_TOKENS = 48
-
-
-def sampling_seed(seed: int, group: int, index: int) -> int:
-    """From the run's seed and the completion's place alone, never from time or arrival order."""
-    name = f"{seed}/{group}/{index}".encode()
-    return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "big")
-
-
-def signals_of(run: RunConfig) -> frozenset[str]:
-    """What the credit actors compute: what the method needs, what the loss needs, and what is to be recorded."""
-    needed = credit.needs(run.credit.method, quadrant=run.credit.quadrant, **run.credit.options)
-    kl = {"logp_base"} if run.learner.loss.kl_beta else set()
-    return needed | kl | {"logp", "entropy", *run.credit.record}
 
 
 class Run:
@@ -53,11 +39,13 @@ class Run:
         self.folder = run.folder
         self.ledger = Ledger(self.folder / "ledger.sqlite")
         self.checkpoints = Checkpoints(self.folder, run.keep_checkpoints)
-        self.needs = signals_of(run)
         self.rewards = RewardPool(run.reward.function, run.reward.workers, run.reward.timeout_s)
         objects = remote.Objects()
         self.fleet = Fleet(run, partial(remote.RemoteReplica.start, run, given.model, objects))
         self.scorers = Scorers(run, partial(remote.RemoteScorer.start, run, given.model, objects))
+        self.assigner = Assigner(
+            run, given.task.row, given.tokenizer, self.scorers, self.fleet, self.reward, self.ledger
+        )
         self.learners = remote.Learners(run, given.model, self._canary())
         self.publisher = Publisher(self.learners, self.fleet, self.scorers, self.folder)
         self.metrics = Metrics(self.folder, run.name)
@@ -83,28 +71,11 @@ class Run:
     async def reward(self, prompt: Prompt, samples: list[Sample]) -> list[float | str]:
         return await self.rewards.score(prompt.prompt, [sample.text for sample in samples], prompt.columns)
 
-    async def signals(self, prompt: Prompt, samples: list[Sample]) -> list[Signals]:
-        return await self.scorers.score(samples, self.needs)
+    async def signals(self, prompt: Prompt, trajectories: list[Trajectory]) -> list[Signals]:
+        return await self.assigner.signals(prompt, trajectories)
 
     async def assign(self, groups: list[Group], step: int) -> tuple[Batch, dict[str, float]]:
-        rows = [row for group in groups for row in group.trajectories]
-        signals = [row for group in groups for row in group.signals]
-        chosen = self.run.credit
-        return await asyncio.to_thread(
-            credit.assign,
-            rows,
-            signals,
-            method=chosen.method,
-            advantage=chosen.advantage,
-            sharpening=chosen.sharpening,
-            permute=chosen.permute,
-            quadrant=chosen.quadrant,
-            options=chosen.options,
-            advantage_options=chosen.advantage_options,
-            seed=self.run.seed + step,
-            version=step - 1,
-            correct=self.run.reward.correct,
-        )
+        return await self.assigner.assign(groups, step)
 
     async def learn(self, batch: Batch) -> dict[str, float]:
         return await self.learners.step(batch)

@@ -85,7 +85,7 @@ class RolloutConfig(Config):
     prompts_per_step: PositiveInt = 16
     group_size: PositiveInt = 8
     max_new_tokens: PositiveInt = 32
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     stop: list[str] = []
     max_num_seqs: PositiveInt = 128

@@ -15,7 +15,7 @@ from credit import ibpo
 from credit.delta import Feature
 from credit.diagnostics import step_diagnostics
 from credit.eapo import quadrant_mask
-from credit.methods import advantages, signal_of, weights
+from credit.methods import advantages, check_options, resolve, signal_of, weights
 from credit.trajectory import Batch, Signals, Trajectory, pad
 
 
@@ -40,25 +40,19 @@ def assign(
     """Turn one reward per trajectory into one advantage per token. Returns the batch and the step's diagnostics.
 
     Rows are sorted by (group, index), so the result does not depend, to the bit, on the order of arrival.
-
     signals: one per trajectory, [T] each (`delta_feature`: [T, H]); `logp` is required, the others as `needs` says, and
     every further one is measured. delta: for method `delta` when the features stay on their actors; its callables see
     [N, T] in the sorted order. revisions: for method `ibpo`. version: the current adapter version, for the staleness.
     correct: a reward of at least this counts as correct. Raises ValueError for what cannot be assigned.
     """
+    options = dict(options or {})
+    check_options(method, resolve(method), options)
     rows, row_signals = _sorted(trajectories, signals)
     mask_NT = pad([row.mask for row in rows], torch.bool)
-    values = _padded(rows, row_signals, mask_NT)
-    logp_rollout_NT = values.pop("logprobs")
-    if delta is not None:
-        values["delta_feature"] = delta
-    rewards_N = torch.tensor([row.reward for row in rows], dtype=torch.float32)
+    values = _padded(rows, row_signals, mask_NT) | ({"delta_feature": delta} if delta else {})
     groups_N = torch.tensor([row.group for row in rows])
-    shaped_N, changed_NT = rewards_N, None
-    if method == "ibpo":
-        shaped_N, changed = ibpo.revise(rows, revisions or {}, correct=correct, **(options or {}))
-        changed_NT = pad(changed, torch.bool)
-    advantages_N = advantages(advantage, shaped_N, groups_N, **(advantage_options or {}))
+    rewards_N, changed_NT = _rewards(rows, method, revisions, correct, options)
+    advantages_N = advantages(advantage, rewards_N, groups_N, **(advantage_options or {}))
     weights_NT = weights(
         method,
         values,
@@ -70,34 +64,54 @@ def assign(
         advantages=advantages_N,
         groups=groups_N,
         changed=changed_NT,
-        **(options or {}),
+        **options,
     )
-    token_advantages_NT = advantages_N[:, None] * weights_NT
-    if quadrant is not None:
-        token_advantages_NT *= quadrant_mask(quadrant, values, advantages_N, groups_N, mask_NT)
-    batch = Batch(
-        tokens=pad([row.tokens for row in rows], torch.int64),
-        lengths=torch.tensor([len(row.tokens) for row in rows]),
-        mask=mask_NT,
-        advantages=token_advantages_NT,
-        logp_old=values["logp"],
-        logp_rollout=logp_rollout_NT,
-        logp_base=values.get("logp_base"),
-        groups=groups_N,
-        rewards=rewards_N,
-    )
-    figures = step_diagnostics(
+    trained_NT = mask_NT if quadrant is None else quadrant_mask(quadrant, values, advantages_N, groups_N, mask_NT)
+    batch = _batch(rows, values, mask_NT, advantages_N[:, None] * weights_NT * trained_NT)
+    return batch, step_diagnostics(
+        rows,
         batch,
-        {name: value for name, value in values.items() if isinstance(value, Tensor)},
+        values,
         weights_NT,
         advantages_N,
         method=method,
-        options=options or {},
+        options=options,
         sharpening=sharpening,
-        correct_N=rewards_N >= correct,
-        stopped_N=torch.tensor([row.finish == "stop" for row in rows]),
+        correct=correct,
+        version=version,
     )
-    return batch, figures | _staleness(rows, version)
+
+
+def _batch(rows: list[Trajectory], values: Mapping[str, Any], mask_NT: Tensor, advantages_NT: Tensor) -> Batch:
+    return Batch(
+        tokens=pad([row.tokens for row in rows], torch.int64),
+        lengths=torch.tensor([len(row.tokens) for row in rows]),
+        mask=mask_NT,
+        advantages=advantages_NT,
+        logp_old=values["logp"],
+        logp_rollout=values["logprobs"],
+        logp_base=values.get("logp_base"),
+        groups=torch.tensor([row.group for row in rows]),
+        rewards=torch.tensor([row.reward for row in rows], dtype=torch.float32),
+    )
+
+
+def _rewards(
+    rows: list[Trajectory],
+    method: str,
+    revisions: ibpo.Revisions | None,
+    correct: float,
+    options: Mapping[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """The rewards that advantages are taken of [N]; for `ibpo` shaped, and with them where tokens carry gradient."""
+    if method != "ibpo":
+        return torch.tensor([row.reward for row in rows], dtype=torch.float32), None
+    if revisions is None:
+        raise ValueError(
+            "credit.assign: method 'ibpo' needs revisions=, got None; an empty mapping says that none were sampled"
+        )
+    shaped_N, changed = ibpo.revise(rows, revisions, correct=correct, **options)
+    return shaped_N, pad(changed, torch.bool)
 
 
 def _sorted(trajectories: Sequence[Trajectory], signals: Sequence[Signals]) -> tuple[list[Trajectory], list[Signals]]:
@@ -131,11 +145,3 @@ def _padded(rows: list[Trajectory], row_signals: list[Signals], mask_NT: Tensor)
         features = [torch.as_tensor(mine["delta_feature"]).float() for mine in row_signals]
         raw["delta_feature"] = pad_sequence(features, batch_first=True)
     return {name: signal_of(raw, name, mask_NT, "credit.assign", labels) for name in sorted(raw)}
-
-
-def _staleness(rows: list[Trajectory], version: int | None) -> dict[str, float]:
-    """Histogram of how many versions old the trajectories are, in shares."""
-    if version is None:
-        return {}
-    ages = Counter(version - row.version for row in rows)
-    return {f"staleness/share_{age}": count / len(rows) for age, count in sorted(ages.items())}

@@ -62,12 +62,13 @@ def _scaled_margins(feature: Feature, coefficients_NT: Tensor, advantages_NT: Te
     mu_negative_H = negative_H / (-coefficients_NT).clamp(min=0).sum()
     # the squares of v cancel in the margin: what is left is linear in v
     offset = mu_positive_H @ mu_positive_H - mu_negative_H @ mu_negative_H
-    margin_NT = (2 * feature.dots(mu_positive_H - mu_negative_H) - offset) * advantages_NT.sign()
+    dots_NT = 2 * feature.dots(mu_positive_H - mu_negative_H)
+    margin_NT = (dots_NT - offset) * advantages_NT.sign()
     scaled_NT = torch.zeros_like(margin_NT)
     for side_NT in (advantages_NT > 0, advantages_NT < 0):
         margins = margin_NT[side_NT]
         gamma = margins.std(correction=0)
         # equal margins order nothing: they count as 0, not as rounding divided by rounding
-        if gamma > 1e-6 * margins.abs().max():
+        if gamma > 1e-6 * (dots_NT[side_NT].abs().max() + offset.abs()):
             scaled_NT[side_NT] = margins / gamma
     return scaled_NT

@@ -4,7 +4,8 @@ Averages over completions leave out those for which a figure is undefined; a fig
 is 0. Dimensions: N completions, T positions, K groups.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from credit.eapo import QUADRANTS, quadrants
 from credit.gcpo import capped_share
 from credit.methods import METHODS, SELF_NORMALISED, WEIGHTS, needs, weights
 from credit.ranks import ascending, average_ranks
-from credit.trajectory import Batch
+from credit.trajectory import Batch, Trajectory
 from credit.weights import normalise
 
 FREQUENT = 20
@@ -27,6 +28,7 @@ def diagnostics(weights: Tensor, mask: Tensor) -> dict[str, float]:
     `gini`: sum (2i-n-1) w_(i) / (n sum w), ascending. `effective_token_ratio`: 1 / (n sum w^2) with w summing to one.
     `regime_*`: share of completions that are uniform (gini < .10), concentrated (gini > .80 or ratio < .10), middle.
     """
+    mask = torch.as_tensor(mask, dtype=torch.bool)
     weights_NT = torch.where(mask, weights.detach().float(), 0.0)
     n_N, total_N = mask.sum(1), weights_NT.sum(1)
     defined_N = (n_N >= 2) & (total_N > 0)
@@ -105,27 +107,35 @@ def sign_flip_rate(contrast_NT: Tensor, tokens_NT: Tensor, mask_NT: Tensor, corr
 
 
 def step_diagnostics(
+    rows: Sequence[Trajectory],
     batch: Batch,
-    signals: Mapping[str, Tensor],
+    values: Mapping[str, Any],
     weights_NT: Tensor,
     advantages_N: Tensor,
     *,
     method: str,
     options: Mapping[str, Any],
     sharpening: float,
-    correct_N: Tensor,
-    stopped_N: Tensor,
+    correct: float,
+    version: int | None,
 ) -> dict[str, float]:
-    """Every figure that a step's batch and signals allow. `weights_NT` are the method's, before a quadrant mask."""
+    """Every figure that a step's batch and signals allow.
+
+    rows: the trajectories in the batch's order. weights_NT: the method's, before a quadrant mask. correct: a reward of
+    at least this counts as correct. version: the current adapter version, or None.
+    """
     mask_NT = batch.mask
+    signals = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    stopped_N = torch.tensor([row.finish == "stop" for row in rows])
     return {
         **{f"credit/{key}": value for key, value in diagnostics(weights_NT, mask_NT).items()},
         **_sharpened(method, options, sharpening, batch, signals, advantages_N),
         **_location(batch, weights_NT, signals.get("entropy"), stopped_N),
         **_other_methods(method, signals, mask_NT, sharpening),
         **_quadrants(batch, weights_NT, signals.get("entropy"), advantages_N),
-        **_contrast(batch, signals, correct_N),
+        **_contrast(batch, signals, batch.rewards >= correct),
         **_policy(batch, signals),
+        **_staleness(rows, version),
         "credit/cancellation_residue": cancellation_residue(batch.advantages, batch.tokens, mask_NT, batch.groups),
         "groups/no_signal": _groups_without_signal(advantages_N, batch.groups),
     }
@@ -226,6 +236,14 @@ def _policy(batch: Batch, signals: Mapping[str, Tensor]) -> dict[str, float]:
     if "residual_noise" in signals:
         out["residual/noise_floor"] = float(signals["residual_noise"][mask_NT].mean())
     return out
+
+
+def _staleness(rows: Sequence[Trajectory], version: int | None) -> dict[str, float]:
+    """Histogram of how many versions old the trajectories are, in shares."""
+    if version is None:
+        return {}
+    ages = Counter(version - row.version for row in rows)
+    return {f"staleness/share_{age}": count / len(rows) for age, count in sorted(ages.items())}
 
 
 def _groups_without_signal(advantages_N: Tensor, groups_N: Tensor) -> float:

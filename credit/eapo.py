@@ -4,7 +4,7 @@ Dimensions: N completions, T positions, K groups.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ def quadrants(entropy: Tensor, advantages_N: Tensor, groups_N: Tensor, mask_NT: 
 
 
 def quadrant_mask(
-    name: str, signals: Mapping[str, Tensor], advantages_N: Tensor, groups_N: Tensor, mask_NT: Tensor
+    name: str, signals: Mapping[str, Any], advantages_N: Tensor, groups_N: Tensor, mask_NT: Tensor
 ) -> Tensor:
     """True on the tokens of one quadrant: the only ones that are trained. [N, T] bool"""
     if name not in QUADRANTS:

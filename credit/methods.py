@@ -60,7 +60,8 @@ def resolve(name: str) -> Method:
     except ValueError:
         raise ValueError(f"credit.method: {name!r} does not say which parameters it takes") from None
     for parameter in parameters:
-        if parameter.name not in SIGNALS + CONTEXT and parameter.default is parameter.empty:
+        known = parameter.name in SIGNALS or parameter.name in ("advantages_N", "groups_N")
+        if not known and parameter.default is parameter.empty:
             raise ValueError(
                 f"credit.method: {name!r} needs {parameter.name!r}, which is no signal and has no default; "
                 f"the signals are {', '.join(SIGNALS)}"
@@ -72,7 +73,7 @@ def needs(name: str, *, quadrant: str | None = None, **options: Any) -> frozense
     """The signals that a method needs under these options; a quadrant mask needs `entropy` as well."""
     method = resolve(name)
     if method is gcpo:
-        signals = SIGNALS_OF.get(options.get("divergence", "k3"), frozenset())
+        signals = SIGNALS_OF.get(str(options.get("divergence", "k3")), frozenset())
     else:
         signals = frozenset(parameter.name for parameter in _signature(method)[1] if parameter.name in SIGNALS)
     return signals | {"entropy"} if quadrant else signals
@@ -103,8 +104,9 @@ def weights(
     row's number). advantages, groups: [N], for `eapo` and `delta`. changed: [N, T], for `ibpo`.
     Raises ValueError for an unknown name or option, a missing signal, and values that are not finite under the mask.
     """
+    mask = torch.as_tensor(mask, dtype=torch.bool)
     method = resolve(name)
-    _check_options(name, method, options)
+    check_options(name, method, options)
     if not sharpening > 0:
         raise ValueError(f"credit.sharpening: got {sharpening!r}, expected more than 0")
     if name in SELF_NORMALISED and sharpening != 1:
@@ -131,7 +133,7 @@ def advantages(name: str, rewards: Tensor, groups: Tensor, **options: Any) -> Te
     """Group advantages by name. [N], [N] -> [N] float32. ValueError for an unknown name or option, or a NaN reward."""
     if name not in ADVANTAGES:
         raise ValueError(f"credit.advantage: got {name!r}, expected one of {', '.join(ADVANTAGES)}")
-    _check_options(name, ADVANTAGES[name], options, "credit.advantage_options")
+    check_options(name, ADVANTAGES[name], options, "credit.advantage_options")
     return ADVANTAGES[name](rewards, groups, **options)
 
 
@@ -176,7 +178,7 @@ def check(
     """
     options, advantage_options = dict(options or {}), dict(advantage_options or {})
     function = resolve(method)
-    _check_options(method, function, options)
+    check_options(method, function, options)
     if quadrant is not None and quadrant not in QUADRANTS:
         raise ValueError(f"credit.quadrant: got {quadrant!r}, expected one of {', '.join(QUADRANTS)}")
     contrast = needs(method, **options) & {"logp_negative", "kl_negative"}
@@ -210,7 +212,8 @@ def _signature(function: Method) -> tuple[inspect.Parameter | None, list[inspect
     return first, [p for p in rest if p is not None and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def _check_options(name: str, function: Method, options: Mapping[str, Any], where: str = "credit.options") -> None:
+def check_options(name: str, function: Method, options: Mapping[str, Any], where: str = "credit.options") -> None:
+    """Raise ValueError for an option that the function does not have."""
     inputs = {*SIGNALS, *CONTEXT}
     known = [p.name for p in _signature(function)[1] if p.name not in inputs and p.default is not p.empty]
     for option in options:

@@ -14,25 +14,24 @@ from credit.trajectory import Batch
 PER_ROW = ("lengths", "groups", "rewards")
 
 
-def select(batch: Batch, rows: list[int]) -> Batch:
+def select(batch: Batch, rows: list[int], device: torch.device) -> Batch:
     """The given rows, cut to the longest of them; without rows, one row of padding, which trains nothing."""
     width = int(batch.lengths[rows].max()) if rows else 1
-    fields: dict[str, Tensor | None] = {}
-    for field in dataclasses.fields(batch):
-        values = getattr(batch, field.name)
+
+    def part(name: str) -> Tensor | None:
+        values = getattr(batch, name)
         if values is None:
-            fields[field.name] = None
-        elif not rows:
-            fields[field.name] = torch.zeros_like(values[:1] if field.name in PER_ROW else values[:1, :1])
-        else:
-            fields[field.name] = values[rows] if field.name in PER_ROW else values[rows, :width]
-    if not rows:
-        fields["lengths"] = torch.ones_like(batch.lengths[:1])
-    return Batch(**fields)  # pyright: ignore[reportArgumentType]
+            return None
+        if not rows:
+            shape = (1,) if name in PER_ROW else (1, 1)
+            return torch.full(shape, name == "lengths", dtype=values.dtype, device=device)
+        return (values[rows] if name in PER_ROW else values[rows, :width]).to(device)
+
+    return Batch(**{field.name: part(field.name) for field in dataclasses.fields(batch)})  # pyright: ignore
 
 
 def updates(groups_N: Tensor, count: int) -> list[list[int]]:
-    """Rows of each of `count` optimiser updates: whole groups, in order, as even as they go (fewer if groups are few)."""
+    """Rows of each of `count` optimiser updates (fewer if groups are few): whole groups, in order, of even number."""
     parts = torch.tensor_split(groups_N.unique_consecutive(), count)
     return [torch.isin(groups_N, part).nonzero().squeeze(1).tolist() for part in parts if len(part)]
 

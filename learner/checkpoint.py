@@ -79,9 +79,9 @@ class Shards:
     def _load_parameters(self, weights: dict[str, Tensor]) -> None:
         """The parameters that forward uses; ZeRO keeps them apart from the partitions that Adam updates."""
         if self.stage == 3:
-            from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+            import deepspeed
 
-            with GatheredParameters(list(self.parameters.values()), modifier_rank=0):
+            with deepspeed.zero.GatheredParameters(list(self.parameters.values()), modifier_rank=0):
                 if dist.get_rank() == 0:
                     for name, parameter in self.parameters.items():
                         parameter.copy_(weights[name])
@@ -101,7 +101,10 @@ class Shards:
         if self.stage and dist.get_world_size() > 1:
             dist.all_reduce(buffer)  # each element is held by one rank, and zero elsewhere: exact
         return [
-            {name: row[at : at + self.shapes[name].numel()].view(self.shapes[name]) for name, at in self.offsets.items()}
+            {
+                name: row[at : at + self.shapes[name].numel()].view(self.shapes[name])
+                for name, at in self.offsets.items()
+            }
             for row in buffer
         ]
 
@@ -112,7 +115,11 @@ class Shards:
             group, start, numel = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
             source = dist.get_rank() * numel
             numel = min(numel, self.shapes[name].numel() - source)  # the last partition is padded
-            return Fragment(name, source, self.optimizer.fp32_partitioned_groups_flat[group], start, numel) if numel > 0 else None
+            return (
+                Fragment(name, source, self.optimizer.fp32_partitioned_groups_flat[group], start, numel)
+                if numel > 0
+                else None
+            )
         mapping = parameter._hp_mapping
         if mapping is None:  # another rank's
             return None
@@ -147,9 +154,9 @@ def read(
     if actual != expected:
         different = sorted(name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name))
         raise ValueError(
-            f"checkpoint {folder}: it holds another LoRA: {different[0]} and {len(different) - 1} more differ, got "
-            f"{actual.get(different[0])}, expected {expected.get(different[0])}: resume with the lora and model settings "
-            "it was made with"
+            f"checkpoint {folder}: it is of another LoRA: {different[0]} and {len(different) - 1} more differ, got "
+            f"{actual.get(different[0])}, expected {expected.get(different[0])}: resume with the lora and model "
+            "settings it was made with"
         )
     parts = [{name: tensors[f"{kind}/{name}"] for name in shapes} for kind in ("weight", *MOMENTS)]
     return parts[0], parts[1:], state

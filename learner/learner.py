@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ class Learner:
         base = lora.load_base(model_path, run.model)
         if self.config.gradient_checkpointing:
             base.gradient_checkpointing_enable({"use_reentrant": False})
-        self.policy = Policy(base.to(self.device), packing=self.config.packing)
+        self.policy = Policy(base, packing=self.config.packing).to(self.device)
         self.canary_tokens = canary_tokens
         self.canary_base = self._canary()
         peft_model = lora.add_lora(base, run.lora, seed=run.seed, base=run.model.path)
@@ -63,18 +64,20 @@ class Learner:
         started = time.perf_counter()
         self.policy.train()
         # dropout is the only randomness; deriving it makes a resumed run repeat it without saved generators
-        torch.manual_seed((self.run.seed * 1_000_003 + self.version) * 1_003 + self.rank)
+        torch.manual_seed(((self.run.seed * 1_000_003 + self.version) * 1_009 + self.rank) % 2**63)
         lr = self.config.lr * min(1.0, (self.version + 1) / max(1, self.config.warmup_steps))
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         parts = batching.updates(batch.groups, self.config.updates_per_batch)
         done = [self._update(batch, rows) for _ in range(self.config.epochs) for rows in parts]
         self.version += 1
-        sums = {name: sum(sums.get(name, 0.0) for sums, _ in done) for name in set().union(*(sums for sums, _ in done))}
+        sums: Counter[str] = Counter()
+        for part, _ in done:
+            sums.update(part)
         norms = [norm for _, norm in done if norm is not None]
-        applied = [norm for norm in norms if norm < float("inf")]
+        applied = [norm for norm in norms if norm < math.inf]
         self.updates += len(applied)
-        return _summary(sums, len(done)) | {
+        return _means(sums, len(done)) | {
             "learner/grad_norm": sum(applied) / max(1, len(applied)),
             "learner/lr": lr,
             "learner/updates": float(len(applied)),
@@ -109,7 +112,7 @@ class Learner:
             checkpoint.write(folder, weights, moments, {"version": self.version, "updates": self.updates})
 
     def load(self, folder: Path) -> None:
-        """Continue from a checkpoint of `save`, which every rank reads. Raises ValueError when it is of another LoRA."""
+        """Continue from a checkpoint of `save`, which every rank reads. Raises ValueError if it is of another LoRA."""
         weights, moments, state = checkpoint.read(folder, self.shards.shapes)
         self.shards.load(weights, moments, state["updates"])
         self.version, self.updates = state["version"], state["updates"]
@@ -128,12 +131,8 @@ class Learner:
         loss = self.config.loss
         scale_N = torch.zeros(len(batch.lengths))
         scale_N[rows] = row_scale(batch.mask[rows], loss.aggregation, self.run.rollout.max_new_tokens)
-        units = batching.units(
-            batch,
-            rows,
-            whole_groups=loss.name == "dfpo",
-            keep_all=bool(loss.kl_beta or loss.entropy_bonus),
-        )
+        keep_all = bool(loss.kl_beta or loss.entropy_bonus)
+        units = batching.units(batch, rows, whole_groups=loss.name == "dfpo", keep_all=keep_all)
         if not units:
             return {}, None
         plan = batching.micro_batches(
@@ -147,7 +146,7 @@ class Learner:
         for i, micro_batch in enumerate(plan):
             self.engine.set_gradient_accumulation_boundary(i == len(plan) - 1)
             scale_B = scale_N[micro_batch] if micro_batch else torch.zeros(1)
-            metrics = self._backward(batching.select(batch, micro_batch), scale_B)
+            metrics = self._backward(batching.select(batch, micro_batch, self.device), scale_B.to(self.device))
             total = {name: total.get(name, 0.0) + value for name, value in metrics.items()}
         norm = self._apply()
         sums = torch.stack([total[name].double() for name in sorted(total)])
@@ -157,27 +156,13 @@ class Learner:
 
     def _backward(self, rows: Batch, scale_B: Tensor) -> dict[str, Tensor]:
         """Add the gradient of one micro-batch. Returns the metrics' sums."""
-        mask_BT = rows.mask.to(self.device)
+        loss = self.config.loss
         logp_BT, entropy_BT = self.engine(
-            rows.tokens.to(self.device),
-            rows.lengths.to(self.device),
-            mask_BT,
-            entropy_gradient=self.config.loss.entropy_bonus != 0,
+            rows.tokens, rows.lengths, rows.mask, entropy_gradient=loss.entropy_bonus != 0
         )
-        loss, metrics = policy_loss(
-            logp_BT,
-            entropy_BT,
-            logp_old_BT=rows.logp_old.to(self.device),
-            logp_rollout_BT=rows.logp_rollout.to(self.device),
-            logp_base_BT=None if rows.logp_base is None else rows.logp_base.to(self.device),
-            advantages_BT=rows.advantages.to(self.device),
-            mask_BT=mask_BT,
-            groups_B=rows.groups.to(self.device),
-            scale_B=scale_B.to(self.device),
-            config=self.config.loss,
-        )
+        value, metrics = policy_loss(logp_BT, entropy_BT, rows, scale_B, loss)
         # DeepSpeed averages gradients over ranks; the loss is a sum over them
-        self.engine.backward(loss * self.world_size, scale_wrt_gas=False)
+        self.engine.backward(value * self.world_size, scale_wrt_gas=False)
         return metrics
 
     def _apply(self) -> float:
@@ -216,6 +201,8 @@ def _join(rank: int, world_size: int, master: str, timeout_s: float) -> torch.de
     import deepspeed  # here, since it chooses its accelerator when it is imported
 
     deepspeed.utils.logger.setLevel(logging.WARNING)
+    # otherwise it compiles a shared-memory all-reduce at first start: half a minute, a compiler, and only for inference
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if cuda:
         torch.cuda.set_device(local_rank)
     deepspeed.init_distributed(
@@ -245,19 +232,19 @@ def _engine(policy: Policy, config: LearnerConfig, world_size: int) -> Any:
         "steps_per_print": 10**9,
     }
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    engine, *_ = deepspeed.initialize(model=policy, model_parameters=trainable, config=settings)
+    engine, *_ = deepspeed.initialize(model=policy, model_parameters=trainable, config=settings)  # pyright: ignore
     return engine
 
 
-def _summary(sums: dict[str, float], updates: int) -> dict[str, float]:
+def _means(sums: Counter[str], updates: int) -> dict[str, float]:
     """Means over the tokens trained; the loss is the mean over updates."""
 
     def share(name: str, of: str = "tokens") -> float:
-        return sums.get(name, 0.0) / max(1.0, sums.get(of, 0.0))
+        return sums[name] / max(1, sums[of])
 
     return {
-        "learner/loss": sums.get("loss", 0.0) / updates,
-        "learner/tokens": sums.get("tokens", 0.0),
+        "learner/loss": sums["loss"] / updates,
+        "learner/tokens": float(sums["tokens"]),
         "learner/ratio_mean": share("ratio"),
         "learner/entropy": share("entropy"),
         "learner/kl_base": share("kl_base"),

@@ -98,7 +98,8 @@ def check_targets(model_path: str | Path, targets: list[str] | str, *, trust_rem
         if not any(name == target or name.endswith(f".{target}") for name in linear):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
             raise ValueError(
-                f"lora.targets: {target!r} matches no linear layer of {model_path}, expected all-linear or some of: {known}"
+                f"lora.targets: {target!r} matches no linear layer of {model_path}, expected all-linear or some of: "
+                f"{known}"
             )
 
 

@@ -7,12 +7,14 @@ splitting a step over micro-batches and ranks cannot change its gradient.
 Dimensions: B rows (sequences), T positions. Values are aligned with tokens and read only where the mask is True.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from configs.schema import LossConfig
+from credit.trajectory import Batch
 
 Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, LossConfig], tuple[Tensor, Tensor]]
 """(logp_BT, logp_old_BT, advantages_BT, mask_BT, groups_B, config) -> objective_BT to maximise, clipped_BT (bool).
@@ -34,7 +36,7 @@ def ppo_clip(
 def policy_gradient(
     logp_BT: Tensor, logp_old_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, groups_B: Tensor, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
-    """A log pi: REINFORCE, as the code of ARCA (arXiv:2606.00257) trains it: no ratio and no clip. [B, T] -> [B, T] x 2"""
+    """A log pi: REINFORCE, as the code of ARCA (arXiv:2606.00257) trains it: no ratio, no clip. [B, T] -> [B, T] x 2"""
     return advantages_BT * logp_BT, torch.zeros_like(mask_BT)
 
 
@@ -43,8 +45,8 @@ def gspo(
 ) -> tuple[Tensor, Tensor]:
     """The ratio of the sequence, s = exp(mean log r), clipped (arXiv:2507.18071).
 
-    In the paper's token form (GSPO-token), which takes an advantage per token and has the same gradient when a row has only one.
-    The paper's bounds are near 3e-4. [B, T] -> [B, T], [B, T]
+    In the paper's token form (GSPO-token), which takes an advantage per token and has the same gradient when a row has
+    only one. The paper's bounds are near 3e-4. [B, T] -> [B, T], [B, T]
     """
     sequence_B = torch.exp(_row_mean(logp_BT - logp_old_BT, mask_BT)).detach()
     ratio_BT = sequence_B[:, None] * torch.exp(logp_BT - logp_BT.detach())
@@ -68,7 +70,8 @@ def symmetric_clip(
 ) -> tuple[Tensor, Tensor]:
     """r A where 1 - low <= r <= 1 + high and nothing elsewhere, whatever the sign of A ("GRPO-fix", arXiv:2604.13088).
 
-    Tokens that a whole group shares then cancel, which they do not when clipping depends on the sign. [B, T] -> [B, T] x 2
+    Tokens that a whole group shares then cancel, which they do not when clipping depends on the sign.
+    [B, T] -> [B, T], [B, T]
     """
     ratio_BT = torch.exp(logp_BT - logp_old_BT)
     outside_BT = (ratio_BT < 1 - config.clip_low) | (ratio_BT > 1 + config.clip_high)
@@ -141,66 +144,54 @@ def mismatch_weight(logp_old_BT: Tensor, logp_rollout_BT: Tensor, mode: str, cap
 
 
 def policy_loss(
-    logp_BT: Tensor,
-    entropy_BT: Tensor,
-    *,
-    logp_old_BT: Tensor,
-    logp_rollout_BT: Tensor,
-    logp_base_BT: Tensor | None,
-    advantages_BT: Tensor,
-    mask_BT: Tensor,
-    groups_B: Tensor,
-    scale_B: Tensor,
-    config: LossConfig,
+    logp_BT: Tensor, entropy_BT: Tensor, rows: Batch, scale_B: Tensor, config: LossConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of these rows and metrics, both of which add up over the micro-batches and ranks of a step.
 
-    `scale_B` are the rows' entries of `row_scale`. KL to the base model (k3 estimator) and entropy are not weighted by
-    the advantage. `logp_base_BT` may be None when `kl_beta` is 0. Metrics are sums over tokens.
+    `logp_BT` and `entropy_BT` come from the policy in training, `scale_B` are the rows' entries of `row_scale`. KL to
+    the base model (k3 estimator; needs `rows.logp_base` when `kl_beta` > 0) and entropy are not weighted by the
+    advantage. Metrics are sums over tokens.
     """
 
     def clean(values_BT: Tensor) -> Tensor:
-        return torch.where(mask_BT, values_BT, 0.0)
+        return torch.where(rows.mask, values_BT, 0.0)
 
-    logp_BT, logp_old_BT, logp_rollout_BT = clean(logp_BT), clean(logp_old_BT), clean(logp_rollout_BT)
-    advantages_BT, entropy_BT = clean(advantages_BT), clean(entropy_BT)
-    objective_BT, clipped_BT = LOSSES[config.name](
-        logp_BT, logp_old_BT, advantages_BT, mask_BT, groups_B, config
+    rows = dataclasses.replace(
+        rows,
+        advantages=clean(rows.advantages),
+        logp_old=clean(rows.logp_old),
+        logp_rollout=clean(rows.logp_rollout),
+        logp_base=None if rows.logp_base is None else clean(rows.logp_base),
     )
-    weight_BT, truncated_BT = mismatch_weight(logp_old_BT, logp_rollout_BT, config.mismatch, config.mismatch_cap)
+    logp_BT, entropy_BT = clean(logp_BT), clean(entropy_BT)
+    objective_BT, clipped_BT = LOSSES[config.name](
+        logp_BT, rows.logp_old, rows.advantages, rows.mask, rows.groups, config
+    )
+    weight_BT, truncated_BT = mismatch_weight(rows.logp_old, rows.logp_rollout, config.mismatch, config.mismatch_cap)
     loss_BT = -weight_BT * objective_BT - config.entropy_bonus * entropy_BT
-    metrics = _metrics(logp_BT, logp_old_BT, logp_rollout_BT, advantages_BT, mask_BT, clipped_BT, truncated_BT)
-    metrics["entropy"] = entropy_BT.detach().sum()
+    metrics = _metrics(logp_BT.detach(), rows, clipped_BT, truncated_BT) | {"entropy": entropy_BT.detach().sum()}
     if config.kl_beta:
-        assert logp_base_BT is not None, "kl_beta > 0 needs logp_base"
-        log_ratio_BT = clean(logp_base_BT) - logp_BT
+        assert rows.logp_base is not None, "kl_beta > 0 needs logp_base"
+        log_ratio_BT = rows.logp_base - logp_BT
         kl_BT = torch.exp(log_ratio_BT) - log_ratio_BT - 1
         loss_BT = loss_BT + config.kl_beta * kl_BT
-        metrics["kl_base"] = clean(kl_BT.detach()).sum()
-    loss = (clean(loss_BT).sum(1) * scale_B).sum()
+        metrics["kl_base"] = kl_BT.detach().sum()
+    loss = (loss_BT.sum(1) * scale_B).sum()
     return loss, metrics | {"loss": loss.detach()}
 
 
-def _metrics(
-    logp_BT: Tensor,
-    logp_old_BT: Tensor,
-    logp_rollout_BT: Tensor,
-    advantages_BT: Tensor,
-    mask_BT: Tensor,
-    clipped_BT: Tensor,
-    truncated_BT: Tensor,
-) -> dict[str, Tensor]:
-    mismatch_BT = logp_old_BT - logp_rollout_BT
-    positive_BT, negative_BT = mask_BT & (advantages_BT > 0), mask_BT & (advantages_BT < 0)
+def _metrics(logp_BT: Tensor, rows: Batch, clipped_BT: Tensor, truncated_BT: Tensor) -> dict[str, Tensor]:
+    mismatch_BT = rows.logp_old - rows.logp_rollout
+    positive_BT, negative_BT = rows.advantages > 0, rows.advantages < 0
     sums = {
-        "tokens": mask_BT,
-        "ratio": torch.exp(logp_BT.detach() - logp_old_BT) * mask_BT,
+        "tokens": rows.mask,
+        "ratio": torch.exp(logp_BT - rows.logp_old) * rows.mask,
         "positive": positive_BT,
         "negative": negative_BT,
         "clipped_positive": clipped_BT & positive_BT,
         "clipped_negative": clipped_BT & negative_BT,
-        "mismatch_truncated": truncated_BT & mask_BT,
-        "mismatch_ratio": torch.exp(mismatch_BT) * mask_BT,
+        "mismatch_truncated": truncated_BT & rows.mask,
+        "mismatch_ratio": torch.exp(mismatch_BT) * rows.mask,
         "mismatch_kl": -mismatch_BT,  # log(sampler / trainer) of the sampler's own tokens: the k1 estimator
     }
     return {name: values_BT.sum() for name, values_BT in sums.items()}

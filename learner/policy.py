@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 HEAD_CHUNK = 1024  # positions; 1024 x 152k vocabulary in float32 is 0.6 GB
@@ -160,5 +160,5 @@ def _unpack(states_1hSD: Tensor, layout: Layout) -> Tensor:
     return padded.unflatten(0, (layout.rows, layout.width)).transpose(1, 2)
 
 
-def _causal_lm(model: Any) -> PreTrainedModel:
+def _causal_lm(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model

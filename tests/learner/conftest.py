@@ -12,33 +12,30 @@ from safetensors.torch import load_file, save_file
 
 from configs.schema import RunConfig
 from learner.learner import Learner
-from tests.learner.setting import BETA, run_config
+from tests.learner.setting import BETA, CANARY, run_config
 
 MakeLearner = Callable[..., Learner]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def make_learner(tiny_model: Path) -> Iterator[MakeLearner]:
-    """Learners of one rank. They share one process group, and leave no trace in the environment."""
+    """Learners of one rank. They share one process group, and leave no trace in the environment of later tests."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         master = f"127.0.0.1:{server.getsockname()[1]}"
+    environment, threads = dict(os.environ), torch.get_num_threads()
 
     def make(run: RunConfig | None = None, **learner: Any) -> Learner:
-        before = dict(os.environ)
-        try:
-            return Learner(run or run_config(**learner), str(tiny_model), list(range(5, 25)), master=master)
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+        return Learner(run or run_config(**learner), str(tiny_model), CANARY, master=master)
 
-    threads = torch.get_num_threads()
     yield make
-    torch.set_num_threads(threads)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    torch.set_num_threads(threads)
+    os.environ.clear()
+    os.environ.update(environment)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def start(make_learner: MakeLearner, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint before the first update, with B != 0: with a fresh LoRA every A would have a zero gradient."""
     folder = tmp_path_factory.mktemp("start")

@@ -91,12 +91,8 @@ def two_ranks(rank: int, port: int, model: str, start: str, out: str) -> None:
         adapter = learner.export(2)
         assert (adapter is not None) == (rank == 0)
         results[f"canary-{stage}"] = adapter and adapter.canary.adapted.tolist()
-        before = learner.step(with_nan(make_batch(2)))
-        results[f"nan-{stage}"] = before
+        results[f"nan-{stage}"] = learner.step(with_nan(make_batch(2)))
         learner.save(folder / f"nan-{stage}")
-        learner.load(folder / f"stage-{stage}")
-        learner.step(make_batch(1))
-        learner.save(folder / f"rewound-{stage}")
         resumed = make(zero_stage=stage, packing=stage % 2 == 0, tokens_per_micro_batch=70)
         resumed.load(folder / f"stage-{stage}")
         resumed.step(make_batch(1))
@@ -110,6 +106,9 @@ def two_ranks(rank: int, port: int, model: str, start: str, out: str) -> None:
         one.advantages[1:] = 0  # one row left: the other rank has nothing
         learner.step(one)
         learner.save(folder / f"alone-{stage}")
+    learner = make(zero_stage=3, model={"dtype": "bfloat16"})
+    learner.step(make_batch())
+    learner.save(folder / "bfloat16")
     if rank == 0:
         torch.save(results, folder / "results.pt")
     torch.distributed.barrier()

@@ -30,10 +30,9 @@ def two(tiny_model: Path, start: Path, tmp_path_factory: pytest.TempPathFactory)
     out = tmp_path_factory.mktemp("two-ranks")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    job = multiprocessing.start_processes(
+    job: Any = multiprocessing.start_processes(
         two_ranks, args=(port, str(tiny_model), str(start), str(out)), nprocs=2, join=False, start_method="spawn"
     )
-    assert job is not None
     until = time.monotonic() + DEADLINE_S
     while not job.join(timeout=1):
         if time.monotonic() > until:
@@ -145,11 +144,20 @@ def test_a_rank_without_rows_takes_part(two: Path, start: Path, make_learner: Ma
         assert_same_gradient(gradient_of(two / f"alone-{stage}"), gradient_of(tmp_path))
 
 
+def test_two_ranks_share_a_bfloat16_base(two: Path, start: Path, make_learner: MakeLearner, tmp_path: Path) -> None:
+    learner = make_learner(model={"dtype": "bfloat16"}, zero_stage=0)
+    learner.load(start)
+    learner.step(make_batch())
+    learner.save(tmp_path)
+    one, both = (torch.cat([g.flatten() for g in gradient_of(at).values()]) for at in (tmp_path, two / "bfloat16"))
+    assert torch.cosine_similarity(one, both, dim=0) > 0.999
+    assert both.norm() == pytest.approx(one.norm().item(), rel=0.01)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_resume_bit_equal(two: Path, stage: int) -> None:
-    for again in ("resumed", "rewound"):
-        for file in ("learner.safetensors", "learner.json"):
-            assert (two / f"{again}-{stage}" / file).read_bytes() == (two / f"through-{stage}" / file).read_bytes()
+    for file in ("learner.safetensors", "learner.json"):
+        assert (two / f"resumed-{stage}" / file).read_bytes() == (two / f"through-{stage}" / file).read_bytes()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -182,7 +190,7 @@ def test_a_checkpoint_of_two_ranks_continues_on_one(
     expected = weights_of(two / "through-2")
     moved = 0.0
     for name, value in weights_of(tmp_path).items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=2e-5)
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
         moved = max(moved, (value - weights_of(two / "stage-2")[name]).abs().max().item())
     assert moved > 5e-4
 
@@ -194,8 +202,7 @@ def test_every_rank_count_exports_the_same_policy(two: Path, make_learner: MakeL
     adapter = learner.export(2)
     assert adapter is not None
     for stage in range(4):
-        np.testing.assert_allclose(results[f"canary-{stage}"], adapter.canary.adapted, atol=1e-3)
-    np.testing.assert_allclose(results["canary-0"], adapter.canary.adapted, atol=1e-6)
+        np.testing.assert_allclose(results[f"canary-{stage}"], adapter.canary.adapted, atol=5e-6)
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted(
@@ -210,7 +217,10 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(
         metrics = learner.step(with_nan(make_batch(2)))
         assert (metrics["learner/skipped"], metrics["learner/updates"]) == (1, 0)
         learner.save(tmp_path / "after")
-        for before, after in ((tmp_path / "before", tmp_path / "after"), (two / f"through-{stage}", two / f"nan-{stage}")):
+        for before, after in (
+            (tmp_path / "before", tmp_path / "after"),
+            (two / f"through-{stage}", two / f"nan-{stage}"),
+        ):
             file = "learner.safetensors"
             assert (before / file).read_bytes() == (after / file).read_bytes()
         assert learner.step(make_batch(3))["learner/updates"] == 1
@@ -285,7 +295,7 @@ def test_learning_raises_the_log_probs_of_rewarded_tokens(make_learner: MakeLear
 
 def test_a_checkpoint_of_another_lora_is_refused(make_learner: MakeLearner, start: Path) -> None:
     learner = make_learner(run_config(lora={"r": 2}))
-    with pytest.raises(ValueError, match="it holds another LoRA: .* resume with the lora and model settings"):
+    with pytest.raises(ValueError, match=r"it is of another LoRA: .* resume with the lora and model settings"):
         learner.load(start)
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from configs.schema import LossConfig
+from credit.trajectory import Batch
 from learner.loss import LOSSES, policy_loss, row_scale
 
 
@@ -38,10 +39,24 @@ def rows(seed: int, groups: int = 2, size: int = 3, width: int = 6) -> dict[str,
 def gradient(data: dict[str, Tensor], scale_B: Tensor, config: LossConfig) -> tuple[float, Tensor]:
     """The loss and d loss / d logp."""
     logp_BT = data["logp_BT"].clone().requires_grad_()
-    loss, _ = policy_loss(**{**data, "logp_BT": logp_BT}, scale_B=scale_B, config=config)
+    loss, _ = policy_loss(logp_BT, data["entropy_BT"], as_batch(data), scale_B, config)
     loss.backward()
     assert logp_BT.grad is not None
     return loss.item(), logp_BT.grad
+
+
+def as_batch(data: dict[str, Tensor]) -> Batch:
+    return Batch(
+        tokens=torch.zeros_like(data["mask_BT"], dtype=torch.int64),
+        lengths=torch.full_like(data["groups_B"], data["mask_BT"].shape[1]),
+        mask=data["mask_BT"],
+        advantages=data["advantages_BT"],
+        logp_old=data["logp_old_BT"],
+        logp_rollout=data["logp_rollout_BT"],
+        logp_base=data["logp_base_BT"],
+        groups=data["groups_B"],
+        rewards=torch.zeros(len(data["groups_B"])),
+    )
 
 
 def plain(data: dict[str, Tensor], config: LossConfig, max_new_tokens: int) -> tuple[float, list[list[float]]]:
@@ -73,7 +88,9 @@ def plain(data: dict[str, Tensor], config: LossConfig, max_new_tokens: int) -> t
             gap = values["logp_base_BT"][i][t] - values["logp_BT"][i][t]
             kl = math.exp(gap) - gap - 1
             entropy = values["entropy_BT"][i][t]
-            loss += scale[config.aggregation] * (-weight * objective + config.kl_beta * kl - config.entropy_bonus * entropy)
+            loss += scale[config.aggregation] * (
+                -weight * objective + config.kl_beta * kl - config.entropy_bonus * entropy
+            )
             slopes[i][t] = scale[config.aggregation] * (-weight * slope + config.kl_beta * (1 - math.exp(gap)))
     return loss, slopes
 
@@ -227,20 +244,17 @@ def test_nan_under_the_mask_and_wider_padding_change_nothing(name: str) -> None:
 
 def test_metrics_count_clipped_and_truncated_tokens() -> None:
     """One token each: r = 1.5 with A = 1 is clipped, r = 1.5 with A = -1 is not; the second is truncated (e > 2)."""
-    mask = torch.ones(2, 1, dtype=torch.bool)
     zeros = torch.zeros(2, 1)
-    _, metrics = policy_loss(
-        torch.log(torch.full((2, 1), 1.5)),
-        zeros,
-        logp_old_BT=zeros,
-        logp_rollout_BT=torch.tensor([[0.0], [-1.0]]),
-        logp_base_BT=None,
-        advantages_BT=torch.tensor([[1.0], [-1.0]]),
-        mask_BT=mask,
-        groups_B=torch.zeros(2),
-        scale_B=torch.full((2,), 0.5),
-        config=LossConfig(),
-    )
+    data = {
+        "logp_old_BT": zeros,
+        "logp_rollout_BT": torch.tensor([[0.0], [-1.0]]),
+        "logp_base_BT": zeros,
+        "advantages_BT": torch.tensor([[1.0], [-1.0]]),
+        "mask_BT": torch.ones(2, 1, dtype=torch.bool),
+        "groups_B": torch.zeros(2, dtype=torch.int64),
+    }
+    logp_BT = torch.log(torch.full((2, 1), 1.5))
+    _, metrics = policy_loss(logp_BT, zeros, as_batch(data), torch.full((2,), 0.5), LossConfig())
     counts = {name: round(value.item(), 4) for name, value in metrics.items()}
     assert counts == {
         "tokens": 2,
