@@ -17,14 +17,15 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
 
 from actors.tasks import arithmetic_pairs
 from configs.schema import ArithmeticData
 
 SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-MATRIX_RATE, RATE = 0.02, 3e-3  # learning rates: Muon's, of the layers' matrices, and AdamW's, of the rest
+MATRIX_RATE, RATE = 0.005, 3e-3  # learning rates: Muon's, of the layers' matrices, and AdamW's, of the rest
 BATCH = 64  # questions of a warm-up step
-WRONG = 0.3  # share of column sums in the examples that are wrong: both columns are right in 0.49 of them
+RIGHT = 0.55  # share of the examples whose every column sum is right: what sampled accuracy tends to
 TARGET = 0.4  # sampled accuracy at which the warm-up ends
 CHECK_EVERY = 25  # steps between looks at it, on CHECKED held-out questions
 CHECKED = 512
@@ -59,6 +60,7 @@ def make_model(
     `vocabulary` pads the embedding to that many rows.
     """
     tokenizer = character_tokenizer()
+    ids = tokenizer.get_vocab()
     config = Qwen3Config(
         vocab_size=vocabulary or len(tokenizer),
         hidden_size=hidden,
@@ -70,15 +72,23 @@ def make_model(
         max_position_embeddings=max_length,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=ids[SPECIAL["eos_token"]],
+        pad_token_id=ids[SPECIAL["pad_token"]],
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    model.save_pretrained(folder)
+    _save(model, folder)
     tokenizer.save_pretrained(folder)
     return model
+
+
+def _save(model: Qwen3ForCausalLM, folder: Path) -> None:
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # one file of a few MB
+    model.save_pretrained(folder)
+    if shown:
+        logging.enable_progress_bar()
 
 
 def demo_base(
@@ -104,7 +114,7 @@ def demo_base(
             warm_up(model, data.digits, seed, progress or (lambda share, text: None))
         finally:
             torch.set_num_threads(threads)
-        model.save_pretrained(made)
+        _save(model, made)
         try:
             made.rename(final)  # whole or not at all
         except OSError:
@@ -117,6 +127,8 @@ def warm_up(model: Qwen3ForCausalLM, digits: int, seed: int, progress: Callable[
     """Train `model` in place, on training questions, until TARGET of the held-out answers that it samples are right;
     returns their share."""
     train, heldout = arithmetic_pairs(digits)
+    checked = heldout[:CHECKED] if digits > 1 else train  # sums of single digits can only be known, not worked out
+    wrong = 1 - RIGHT ** (1 / digits)
     vocabulary = character_tokenizer().get_vocab()
     rng = random.Random(seed)
     # Muon needs a quarter of AdamW's steps here
@@ -129,7 +141,7 @@ def warm_up(model: Qwen3ForCausalLM, digits: int, seed: int, progress: Callable[
     accuracy = 0.0
     for step in range(1, MAX_STEPS + 1):
         pairs = [rng.choice(train) for _ in range(BATCH)]
-        tokens_NT, labels_NT = _examples(pairs, digits, vocabulary, rng)
+        tokens_NT, labels_NT = _examples(pairs, digits, wrong, vocabulary, rng)
         loss = model(input_ids=tokens_NT, labels=labels_NT).loss
         assert loss is not None
         loss.backward()
@@ -138,7 +150,7 @@ def warm_up(model: Qwen3ForCausalLM, digits: int, seed: int, progress: Callable[
             optimizer.step()
             optimizer.zero_grad()
         if step % CHECK_EVERY == 0:
-            accuracy = sampled_accuracy(model, heldout[:CHECKED], digits, seed)
+            accuracy = sampled_accuracy(model, checked, digits, seed)
             if accuracy >= TARGET:
                 return accuracy
         progress(min(0.99, step / USUAL_STEPS), f"step {step}, {accuracy:.0%} of sampled answers right")
@@ -166,13 +178,13 @@ def scratchpad(a: int, b: int, digits: int, wrong: float, rng: random.Random) ->
 
 
 def _examples(
-    pairs: list[tuple[int, int]], digits: int, vocabulary: dict[str, int], rng: random.Random
+    pairs: list[tuple[int, int]], digits: int, wrong: float, vocabulary: dict[str, int], rng: random.Random
 ) -> tuple[Tensor, Tensor]:
     """Tokens and labels [N, T] of questions with partly wrong scratchpads; the loss is on the scratchpads only."""
     rows, labels = [], []
     for a, b in pairs:
         question = [vocabulary[character] for character in f"{a}+{b}?"]
-        answer = [vocabulary[character] for character in scratchpad(a, b, digits, WRONG, rng)]
+        answer = [vocabulary[character] for character in scratchpad(a, b, digits, wrong, rng)]
         answer.append(vocabulary[SPECIAL["eos_token"]])
         rows.append(torch.tensor(question + answer))
         labels.append(torch.tensor([-100] * len(question) + answer))

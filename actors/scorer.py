@@ -62,6 +62,7 @@ class Rows:
 class Feature:
     """DelTA's v_t = (1 - pi(y_t)) h_t of one sample (2605.21467), as its two factors."""
 
+    version: int
     mask: np.ndarray  # [T] bool
     surprise: Tensor  # [N] float32, 1 - pi(y_t)
     hidden: Tensor  # [N, H] in the model's dtype
@@ -90,7 +91,8 @@ class Scorer:
         self.slots = AdapterSlots(self.model, run.adapter_slots)
         self.vocabulary, self.hidden_size = self.head.weight.shape
         logit_bytes = 4 if self.model.dtype == torch.float32 else 4 + self.model.dtype.itemsize
-        self.chunk = max(1, CHUNK_BYTES // (self.vocabulary * logit_bytes))
+        self.chunk = max(1, CHUNK_BYTES // (self.vocabulary * logit_bytes))  # positions
+        self.block = max(1, BLOCK_BYTES // (self.vocabulary * 4))  # positions
         self.features: dict[Key, Feature] = {}
         self.tokens_scored = 0
         self.seconds = 0.0
@@ -114,8 +116,12 @@ class Scorer:
         return self.canary(adapter.canary.tokens, adapter.version)
 
     def unload(self, version: int) -> None:
-        """Free the version's slot. Raises RuntimeError if it is not resident."""
+        """Free the version's slot and forget the DelTA features of its samples: too old to be trained.
+
+        Raises RuntimeError if it is not resident.
+        """
         self.slots.unload(version)
+        self.features = {key: feature for key, feature in self.features.items() if feature.version != version}
 
     @torch.inference_mode()
     def canary(self, tokens: list[int], version: int | None) -> np.ndarray:
@@ -164,25 +170,28 @@ class Scorer:
         """
         sums_2H = torch.zeros(2, self.hidden_size, dtype=torch.float64)
         for key in sorted(coefficients):
-            if key not in self.features:
-                raise RuntimeError(f"sample {key[0]}/{key[1]}: no DelTA feature is kept: score it with 'delta_feature'")
-            feature = self.features[key]
+            feature = self._feature(key)
             c_N = torch.from_numpy(np.array(coefficients[key])[feature.mask]).double() * feature.surprise
             sums_2H += torch.stack([c_N.clamp(min=0), (-c_N).clamp(min=0)]) @ feature.hidden.double()
         return sums_2H[0].float().numpy(), sums_2H[1].float().numpy()
 
-    def delta_dots(self, direction: np.ndarray) -> dict[Key, np.ndarray]:
-        """v_t . direction ([H]) of every kept sample: (group, index) -> [T] float32, 0 where the mask is False."""
+    def delta_dots(self, direction: np.ndarray, keys: list[Key]) -> dict[Key, np.ndarray]:
+        """v_t . direction ([H]) of the samples `keys`: (group, index) -> [T] float32, 0 where the mask is False.
+
+        Raises RuntimeError for a sample without features.
+        """
         direction_H = torch.from_numpy(np.array(direction)).double()
         dots: dict[Key, np.ndarray] = {}
-        for key, feature in self.features.items():
+        for key in keys:
+            feature = self._feature(key)
             dots[key] = np.zeros(len(feature.mask), dtype=np.float32)
             dots[key][feature.mask] = ((feature.hidden.double() @ direction_H) * feature.surprise).float().numpy()
         return dots
 
-    def delta_clear(self) -> None:
-        """Forget all DelTA features."""
-        self.features.clear()
+    def delta_clear(self, keys: list[Key]) -> None:
+        """Forget the DelTA features of the samples `keys`; those of an unloaded version are gone already."""
+        for key in keys:
+            self.features.pop(key, None)
 
     def stats(self) -> dict[str, Any]:
         """Resident versions, work done so far and memory in bytes."""
@@ -242,9 +251,10 @@ class Scorer:
         """Input of the LM head and the state that the residual compares, [N, H] each, at the predicting positions.
 
         No attention mask: under causal attention no real token sees the padding on its right, and sdpa takes its
-        causal kernel. Packing without padding was measured and is slower: transformers gives sdpa a block-diagonal
-        mask over the whole pack, so attention costs the square of the pack (128 x 16..40 tokens on two cores: 4.2 x
-        the time at 0.6M parameters, 1.7 x at 42M). Rows of similar length are batched instead.
+        causal kernel. Rows of similar length, not packs: without flash-attention, transformers gives sdpa a
+        block-diagonal mask over the whole pack, so attention costs the square of the pack. Measured on a CPU, packing
+        took 7 x (0.6M parameters) and 2.4 x (42M) the time for 128 rows of 16 to 40 tokens, 3.0 x and 1.5 x for 8 of
+        100 to 500; it only won for 8 short rows (0.93 x and 0.77 x).
         """
         hidden_RTH = self.inner(input_ids=rows.tokens, use_cache=False).last_hidden_state
         hidden_NH = hidden_RTH[rows.row, rows.predictor]
@@ -262,34 +272,28 @@ class Scorer:
         self, hidden_NH: Tensor, target_N: Tensor, *, entropy: bool = False, temperature: float | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Log-prob of each target and, if asked for, the entropy of its whole distribution: [N] float32."""
-        logp_N = torch.empty(len(target_N), device=self.device)
-        entropy_N = torch.empty_like(logp_N) if entropy else None
+        logp, entropies = [], []
         for chunk in _spans(len(target_N), self.chunk):
             logits_CV = self._logits(hidden_NH[chunk], self.temperature if temperature is None else temperature)
-            for block in self._blocks(chunk):
-                log_probs = logits_CV[block.start - chunk.start : block.stop - chunk.start].log_softmax(-1)
-                logp_N[block] = log_probs.gather(1, target_N[block, None])[:, 0]
-                if entropy_N is not None:
-                    entropy_N[block] = -(log_probs.exp() * log_probs).sum(-1)
+            for block in _spans(len(logits_CV), self.block):
+                log_probs = logits_CV[block].log_softmax(-1)
+                logp.append(log_probs.gather(1, target_N[chunk][block, None])[:, 0])
+                if entropy:
+                    entropies.append(-(log_probs.exp() * log_probs).sum(-1))
             del logits_CV  # or two chunks live at once
-        return logp_N, entropy_N
+        return torch.cat(logp), torch.cat(entropies) if entropy else None
 
     def _divergence(self, hidden_NH: Tensor, other_NH: Tensor) -> Tensor:
         """KL of the distributions after `hidden_NH` to those after `other_NH`, over the whole vocabulary: [N]."""
-        kl_N = torch.empty(len(hidden_NH), device=self.device)
+        kl = []
         for chunk in _spans(len(hidden_NH), max(1, self.chunk // 2)):
             p_CV = self._logits(hidden_NH[chunk], self.temperature)
             q_CV = self._logits(other_NH[chunk], self.temperature)
-            for block in self._blocks(chunk):
-                part = slice(block.start - chunk.start, block.stop - chunk.start)
-                log_p = p_CV[part].log_softmax(-1)
-                kl_N[block] = (log_p.exp() * (log_p - q_CV[part].log_softmax(-1))).sum(-1)
+            for block in _spans(len(p_CV), self.block):
+                log_p = p_CV[block].log_softmax(-1)
+                kl.append((log_p.exp() * (log_p - q_CV[block].log_softmax(-1))).sum(-1))
             del p_CV, q_CV
-        return kl_N.clamp_(min=0)
-
-    def _blocks(self, chunk: slice) -> list[slice]:
-        size = max(1, BLOCK_BYTES // (4 * self.vocabulary))
-        return [slice(chunk.start + s.start, chunk.start + s.stop) for s in _spans(chunk.stop - chunk.start, size)]
+        return torch.cat(kl).clamp_(min=0)
 
     def _distance(self, state_NH: Tensor, base_NH: Tensor) -> Tensor:
         """||state - base||_2, over ||base||_2 if credit.residual_relative (2606.00257 eq. 15): [N] float32."""
@@ -297,13 +301,18 @@ class Scorer:
         distance = (state_NH.float() - base).norm(dim=-1)
         return distance / base.norm(dim=-1) if self.credit.residual_relative else distance
 
+    def _feature(self, key: Key) -> Feature:
+        if key not in self.features:
+            raise RuntimeError(f"sample {key[0]}/{key[1]}: no DelTA feature is kept: score it with 'delta_feature'")
+        return self.features[key]
+
     def _keep_features(self, samples: list[Sample], hidden_NH: Tensor, logp_N: Tensor) -> None:
         counts = [int(sample.mask.sum()) for sample in samples]
         surprise_N = -torch.expm1(logp_N).cpu()
         for sample, surprise, hidden in zip(
             samples, surprise_N.split(counts), hidden_NH.cpu().split(counts), strict=True
         ):
-            self.features[sample.group, sample.index] = Feature(sample.mask.copy(), surprise, hidden)
+            self.features[sample.group, sample.index] = Feature(sample.version, sample.mask.copy(), surprise, hidden)
 
     def _negated(self, sample: Sample, negatives: dict[int, list[int]]) -> tuple[np.ndarray, np.ndarray]:
         """The sample's tokens and mask, with the negative prompt in place of all before the first policy token."""
@@ -369,7 +378,7 @@ class Scorer:
         tokens = torch.arange(min(8, self.vocabulary), device=self.device)[None]
         expected = self.model(input_ids=tokens, use_cache=False).logits
         actual = self.head(self.inner(input_ids=tokens, use_cache=False).last_hidden_state)
-        if not torch.allclose(actual.float(), expected.float(), rtol=1e-2, atol=1e-2):
+        if not torch.allclose(actual.float(), expected.float(), rtol=1e-3, atol=1e-3):
             raise ValueError(
                 f"model.path: the logits of {type(self.model).__name__} are not its LM head applied to the last hidden "
                 "state (soft-capping or scaling): such models cannot be scored"

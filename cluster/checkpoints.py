@@ -67,8 +67,8 @@ class Checkpoints:
             raise RuntimeError(f"{self.folder}: no committed checkpoint is intact: train under another name")
         if lost:
             log.error("%s: missing or changed after the commit: the run goes on from step %d", lost[0], step)
-            for path in lost:
-                shutil.rmtree(path, ignore_errors=True)
+            for damaged in lost:
+                shutil.rmtree(damaged, ignore_errors=True)
             ledger.rewind(step, "the checkpoint is missing or was changed")
             last = ledger.last_step()
             assert last is not None

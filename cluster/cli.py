@@ -37,20 +37,32 @@ def train(
     # torch, Ray and transformers take seconds to import: a typing error in the config should not wait for them
     from cluster import remote
     from cluster.preflight import inputs
-    from cluster.run import prepare_folder
+    from cluster.run import Interrupted, check_folder, make_folder
     from cluster.run import train as train_run
     from cluster.view import View
 
     view = View()
     with view.making("demo base model") as progress:
         given = inputs(run, progress)
-    prepare_folder(run)
+    check_folder(run)
     with view.waiting("starting Ray"):
         address = remote.connect(run)
+    make_folder(run)
     if address:
         view.note(f"Ray dashboard: http://{address}")
     log_to(run.folder / "driver.log")
-    result = asyncio.run(train_run(run, given, view))
+    try:
+        result = asyncio.run(train_run(run, given, view))
+    except Interrupted as end:
+        print(f"accredit: {end}; the same command goes on from there", file=sys.stderr)
+        raise typer.Exit(end.args[1]) from None
+    except Exception as error:
+        logging.getLogger("accredit").exception("the run ended with an error")
+        print(
+            f"accredit: {type(error).__name__}: {error}\n  details: {run.folder}/driver.log and {run.folder}/logs",
+            file=sys.stderr,
+        )
+        raise typer.Exit(1) from None
     view.summary(run, result, time.monotonic() - began)
 
 
@@ -91,14 +103,10 @@ def log_to(path: Path) -> None:
 
 def main() -> None:
     try:
-        app(standalone_mode=False)
+        app()
     except (ConfigError, FileNotFoundError) as error:
         print(f"accredit: {error}", file=sys.stderr)
         sys.exit(2)
-    except typer.Exit as end:
-        sys.exit(end.exit_code)
-    except typer.Abort:
-        sys.exit(130)
 
 
 if __name__ == "__main__":

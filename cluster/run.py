@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 import os
+import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,8 @@ from cluster.checkpoints import Checkpoints
 from cluster.fleet import Fleet, Scorers
 from cluster.ledger import Ledger
 from cluster.loop import Group, Loop, sampling_seed
-from cluster.metrics import Metrics
-from cluster.preflight import Inputs, inputs
+from cluster.metrics import Metrics, read
+from cluster.preflight import Inputs
 from cluster.publisher import Publisher
 from cluster.view import View
 from configs.schema import ConfigError, RunConfig
@@ -146,6 +147,11 @@ class Run:
         self.metrics.write(step, record)
         return record
 
+    async def before(self, step: int) -> dict[str, Any]:
+        """The evaluation that the run began with: of a resumed run, the one on record."""
+        recorded = [record for record in read(self.folder) if record["step"] == 0 and "eval/accuracy" in record]
+        return recorded[0] if recorded else await self.evaluate(step)
+
     async def close(self) -> None:
         self.metrics.close()
         self.ledger.close()
@@ -153,21 +159,28 @@ class Run:
         await asyncio.gather(self.fleet.close(), self.scorers.close(), self.learners.kill())
 
 
-def prepare_folder(run: RunConfig) -> None:
-    """Make the run's folder, or check that the one there belongs to this configuration. Raises ConfigError."""
+class Interrupted(RuntimeError):
+    """SIGINT or SIGTERM ended the run: a text, and the exit code."""
+
+
+def check_folder(run: RunConfig) -> None:
+    """Raises ConfigError when the run's folder holds a run with other settings, naming them."""
     path = run.folder / "config.yaml"
-    settings = run.model_dump(mode="json")
     if path.exists():
-        differing = _differences(yaml.safe_load(path.read_text()), settings)
+        differing = _differences(yaml.safe_load(path.read_text()), run.model_dump(mode="json"))
         if differing:
             raise ConfigError(
                 f"{run.folder}: holds a run with other settings ({'; '.join(differing)}): "
                 "choose another name=..., or use the settings it began with"
             )
-        return
+
+
+def make_folder(run: RunConfig) -> None:
+    """The run's folder, with its resolved configuration."""
     run.folder.mkdir(parents=True, exist_ok=True)
+    path = run.folder / "config.yaml"
     temporary = path.with_suffix(".writing")
-    temporary.write_text(yaml.safe_dump(settings, sort_keys=False))
+    temporary.write_text(yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False))
     os.replace(temporary, path)
 
 
@@ -179,30 +192,50 @@ def _differences(old: Any, new: Any, prefix: str = "") -> list[str]:
 
 
 async def train(run: RunConfig, given: Inputs, view: View) -> dict[str, Any]:
-    """The whole run, from the last committed step to `run.steps`. Returns the summary."""
+    """The whole run, from the last committed step to `run.steps`. Returns the summary.
+
+    SIGINT and SIGTERM abandon the step in progress, whose groups stay open in the ledger, and raise Interrupted.
+    """
+    received: list[signal.Signals] = []
+    this, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert this is not None
+
+    def stop(number: signal.Signals) -> None:
+        if not received:
+            this.cancel()
+        received.append(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
     job = Run(run, given, view)
     try:
-        with view.waiting("starting actors"):
-            step = await job.start()
-        link_logs(run.folder)
-        with view.waiting("evaluating"):
-            before = await job.evaluate(step)
-        if step:
-            view.note(f"resumed after step {step}")
-        with view.training(run, step, before["eval/accuracy"]):
-            await job.train(step)
-        with view.waiting("evaluating"):
-            after = await job.evaluate(run.steps)
+        return await _train(job)
+    except asyncio.CancelledError:
+        last = job.ledger.last_step()
+        done = f"step {last.step} is committed" if last else "no step was committed"
+        raise Interrupted(f"stopped by {received[0].name}, {done}", 128 + received[0]) from None
     finally:
         await job.close()
+
+
+async def _train(job: Run) -> dict[str, Any]:
+    run, view = job.run, job.view
+    with view.waiting("starting actors"):
+        step = await job.start()
+    link_logs(run.folder)
+    if step:
+        view.note(f"resumed after step {step}")
+    with view.waiting("evaluating"):
+        before = await job.before(step)
+    with view.training(run, step, before["eval/accuracy"]):
+        await job.train(step)
+    with view.waiting("evaluating"):
+        after = await job.evaluate(run.steps)
     adapter = run.folder / "adapters" / f"v{run.steps:06d}"
-    return {"before": before, "after": after, "adapter": str(adapter), "model": given.model, "resumed_after": step}
+    return {"before": before, "after": after, "adapter": str(adapter), "model": job.given.model, "resumed_after": step}
 
 
 def link_logs(folder: Path) -> None:
     link = folder / "logs"
     link.unlink(missing_ok=True)
     link.symlink_to(remote.session_logs())
-
-
-__all__ = ["ConfigError", "Run", "inputs", "prepare_folder", "train"]

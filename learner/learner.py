@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import time
+import warnings
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
@@ -93,7 +94,8 @@ class Learner:
         if self.rank != 0:
             return None
         assert adapted is not None
-        tensors = lora.to_numpy(weights)
+        # copies, so that later steps do not change what was exported
+        tensors = {name: weight.cpu().numpy().copy() for name, weight in weights.items()}
         return Adapter(
             version=version,
             digest=digest(tensors, self.adapter_config),
@@ -116,11 +118,6 @@ class Learner:
         weights, moments, state = checkpoint.read(folder, self.shards.shapes)
         self.shards.load(weights, moments, state["updates"])
         self.version, self.updates = state["version"], state["updates"]
-
-    def close(self) -> None:
-        """Leave the process group. Nothing else may be called afterwards."""
-        self.engine.destroy()
-        dist.destroy_process_group()
 
     def _update(self, batch: Batch, rows: list[int]) -> tuple[dict[str, float], float | None]:
         """One optimiser update on the given rows.
@@ -201,6 +198,8 @@ def _join(rank: int, world_size: int, master: str, timeout_s: float) -> torch.de
     import deepspeed  # here, since it chooses its accelerator when it is imported
 
     deepspeed.utils.logger.setLevel(logging.WARNING)
+    # DeepSpeed's own calls, at every step
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # otherwise it compiles a shared-memory all-reduce at first start: half a minute, a compiler, and only for inference
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if cuda:

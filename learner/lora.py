@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, TaskType, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from configs.schema import LoraConfig, ModelConfig
@@ -78,11 +77,6 @@ def adapter_config(lora: PeftModel) -> dict[str, Any]:
     """The content of adapter_config.json: what PEFT's save_pretrained writes, with every set sorted."""
     config = lora.peft_config["default"].to_dict() | {"inference_mode": True}
     return {name: _plain(value) for name, value in config.items()}
-
-
-def to_numpy(tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
-    """Copies, so that later steps do not change what was exported."""
-    return {name: tensor.detach().float().cpu().numpy().copy() for name, tensor in tensors.items()}
 
 
 def check_targets(model_path: str | Path, targets: list[str] | str, *, trust_remote_code: bool = False) -> None:

@@ -3,15 +3,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm.lora.layers import LoRAMapping
 
-from actors import kernels
+from actors import engine, kernels  # the engine first: it sets the environment that vLLM reads
+
+pytestmark = pytest.mark.skipif(engine.ON_GPU, reason="CPU kernels")
 
 SLOTS, RANK, INPUTS, WIDTHS = 3, 8, 24, (16, 8, 8)
 SLOT_IDS = [7, None, 4]  # adapter 7 in slot 0, adapter 4 in slot 2
 
 
 def batch_of(ids: list[int]) -> kernels.GroupedLora:
+    from vllm.lora.layers import LoRAMapping
+
     wrapper = kernels.GroupedLora(max_num_batched_tokens=64, max_batches=64, device="cpu")
     mapping = LoRAMapping(index_mapping=tuple(ids), prompt_mapping=tuple(ids), is_prefill=True)
     wrapper.update_metadata(mapping, SLOT_IDS, SLOTS + 1, 100)

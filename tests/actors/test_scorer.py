@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from actors.scorer import PADDING_PER_FORWARD, Scorer
 from configs.schema import RunConfig
@@ -175,7 +175,7 @@ def test_signals_do_not_depend_on_batching_or_on_the_chunks_of_the_head(
     together = scorer.score(samples, needs, negatives)
     alone = [scorer.score([sample], needs, negatives)[0] for sample in samples]
     monkeypatch.setattr(scorer, "chunk", 3)
-    monkeypatch.setattr("actors.scorer.BLOCK_BYTES", 2 * 4 * scorer.vocabulary)
+    monkeypatch.setattr(scorer, "block", 2)
     chunked = scorer.score(samples, needs, negatives)
     tight = Scorer(run_config(rollout={"temperature": 0.7}, credit={"tokens_per_forward": 60}), str(tiny_model))
     for adapter in adapters[:3]:
@@ -291,15 +291,17 @@ def test_delta_sums_and_dots_equal_those_of_explicit_features(
     np.testing.assert_allclose(positive, expected_positive, rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(negative, expected_negative, rtol=1e-5, atol=1e-4)
     direction = rng.normal(size=64).astype(np.float32)
-    dots = scorer.delta_dots(direction)
-    assert dots.keys() == features.keys()
+    dots = scorer.delta_dots(direction, list(features))
     for sample in samples:
         key = (sample.group, sample.index)
         close(dots[key], features[key] @ direction, sample.mask, tolerance=1e-4)
-    scorer.delta_clear()
-    assert scorer.delta_dots(direction) == {}
+    scorer.delta_clear([(0, 0), (9, 9)])
     with pytest.raises(RuntimeError, match="sample 0/0: no DelTA feature"):
         scorer.delta_sums(coefficients)
+    scorer.unload(1)
+    assert scorer.features.keys() == {(0, 1), (1, 3)}, "samples of version 2"
+    with pytest.raises(RuntimeError, match="sample 1/2: no DelTA feature"):
+        scorer.delta_dots(direction, [(1, 2)])
 
 
 def test_the_noise_floor_is_small_but_measured_in_another_batch_shape(
@@ -436,6 +438,22 @@ def test_logits_that_are_not_finite_name_the_sample_and_keep_no_feature(
 def test_a_residual_layer_that_does_not_exist_is_refused(tiny_model: Path) -> None:
     with pytest.raises(ValueError, match=r"residual_layer: got 2, expected -2 to 1"):
         Scorer(run_config(credit={"residual_layer": 2}), str(tiny_model))
+
+
+def test_a_model_that_changes_its_logits_after_the_head_is_refused(tmp_path: Path) -> None:
+    config = Gemma2Config(
+        vocab_size=99,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        final_logit_softcapping=0.1,
+    )
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="logits of Gemma2ForCausalLM are not its LM head"):
+        Scorer(run_config(), str(tmp_path))
 
 
 def test_stats_count_the_tokens_scored(scorer: Scorer, adapters: list[Adapter]) -> None:

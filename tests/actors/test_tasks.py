@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -96,8 +96,7 @@ def test_two_digits_have_8100_pairs_of_which_about_an_eighth_is_held_out():
     assert {len(str(n)) for pair in train for n in pair} == {2}
 
 
-@settings(max_examples=9, deadline=None)
-@given(digits=st.integers(1, 9))
+@pytest.mark.parametrize("digits", [1, 2, 3, 9])
 def test_no_held_out_sum_is_ever_trained_on_in_either_order(digits: int):
     train, heldout = arithmetic_pairs(digits)
     assert len(train) + len(heldout) == min((9 * 10 ** (digits - 1)) ** 2, ARITHMETIC_PAIRS)
@@ -155,7 +154,8 @@ def test_columns_are_renamed_and_the_template_uses_the_new_names(tmp_path: Path)
 
 def test_a_prompt_column_is_not_passed_to_the_reward_twice(tmp_path: Path):
     path = write(tmp_path, [{"prompt": "1+1", "answer": "2"}] * 3)
-    assert make_task(from_file(path, prompt="{prompt}"), 0).row(0) == Row("1+1", {"answer": "2"}, 1)
+    row = make_task(from_file(path, prompt="{prompt}"), 0).row(0)
+    assert (row.prompt, row.columns) == ("1+1", {"answer": "2"})
 
 
 def test_chat_messages_stay_messages(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
@@ -197,8 +197,8 @@ def test_a_file_that_cannot_be_used_is_refused_with_the_reason(tmp_path: Path, s
         ("a.jsonl", "", "the file is empty"),
         ("a.json", "[]", "has no rows"),
         ("a.csv", "question,answer\n", "has no rows"),
-        ("a.jsonl", '{"question": ', "cannot be read as jsonl"),
-        ("a.parquet", "no parquet", "cannot be read as parquet"),
+        ("a.jsonl", '{"question": ', "cannot be read as jsonl: "),
+        ("a.parquet", "no parquet", "cannot be read as parquet: "),
         ("a.jsonl", '{"question": "1"}\n{"question": null}\n{"question": "3"}\n', "row 1 of "),
     ],
 )
@@ -224,8 +224,8 @@ def test_a_system_message_of_the_row_is_kept(tokenizer: PreTrainedTokenizerBase)
 
 
 def test_the_generation_prompt_is_added(tokenizer: PreTrainedTokenizerBase):
-    tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>>{% endif %}"
-    assert tokenizer.decode(render(Row("1+1", {}), tokenizer, from_file("rows.jsonl"))) == "<user>1+1>>"
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if add_generation_prompt %}>>{% endif %}"
+    assert tokenizer.decode(render(Row("1+1", {}), tokenizer, from_file("rows.jsonl"))) == "1+1>>"
 
 
 def test_messages_without_a_chat_template_are_refused(tokenizer: PreTrainedTokenizerBase):
@@ -257,10 +257,10 @@ def test_a_prompt_that_is_too_long_is_named_wherever_it_is(
 
 
 def test_arithmetic_prompts_are_checked_too(tokenizer: PreTrainedTokenizerBase):
-    data = ArithmeticData(task="arithmetic", digits=4)
-    check_prompts(make_task(data, 0), tokenizer, data, 10)
-    with pytest.raises(ValueError, match=r"has 10 tokens, expected at most 9"):
-        check_prompts(make_task(data, 0), tokenizer, data, 9)
+    data = ArithmeticData(task="arithmetic", digits=2)
+    check_prompts(make_task(data, 0), tokenizer, data, 6)
+    with pytest.raises(ValueError, match="has 6 tokens, expected at most 5"):
+        check_prompts(make_task(data, 0), tokenizer, data, 5)
 
 
 def test_a_system_message_that_goes_nowhere_is_warned_of(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
