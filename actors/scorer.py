@@ -272,28 +272,32 @@ class Scorer:
         self, hidden_NH: Tensor, target_N: Tensor, *, entropy: bool = False, temperature: float | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Log-prob of each target and, if asked for, the entropy of its whole distribution: [N] float32."""
-        logp, entropies = [], []
+        # results are written in place: a small tensor kept from every block splits the space that the block's large ones
+        # leave, malloc finds none for the next, and the heap grows to the size of the full logits
+        logp_N, entropy_N = torch.zeros(2, len(target_N), device=self.device)
         for chunk in _spans(len(target_N), self.chunk):
             logits_CV = self._logits(hidden_NH[chunk], self.temperature if temperature is None else temperature)
+            logp_C, entropy_C, target_C1 = logp_N[chunk], entropy_N[chunk], target_N[chunk, None]
             for block in _spans(len(logits_CV), self.block):
                 log_probs = logits_CV[block].log_softmax(-1)
-                logp.append(log_probs.gather(1, target_N[chunk][block, None])[:, 0])
+                logp_C[block] = log_probs.gather(1, target_C1[block])[:, 0]
                 if entropy:
-                    entropies.append(-(log_probs.exp() * log_probs).sum(-1))
+                    entropy_C[block] = -(log_probs.exp() * log_probs).sum(-1)
             del logits_CV  # or two chunks live at once
-        return torch.cat(logp), torch.cat(entropies) if entropy else None
+        return logp_N, entropy_N if entropy else None
 
     def _divergence(self, hidden_NH: Tensor, other_NH: Tensor) -> Tensor:
         """KL of the distributions after `hidden_NH` to those after `other_NH`, over the whole vocabulary: [N]."""
-        kl = []
+        kl_N = torch.zeros(len(hidden_NH), device=self.device)
         for chunk in _spans(len(hidden_NH), max(1, self.chunk // 2)):
             p_CV = self._logits(hidden_NH[chunk], self.temperature)
             q_CV = self._logits(other_NH[chunk], self.temperature)
+            kl_C = kl_N[chunk]
             for block in _spans(len(p_CV), self.block):
                 log_p = p_CV[block].log_softmax(-1)
-                kl.append((log_p.exp() * (log_p - q_CV[block].log_softmax(-1))).sum(-1))
+                kl_C[block] = (log_p.exp() * (log_p - q_CV[block].log_softmax(-1))).sum(-1)
             del p_CV, q_CV
-        return torch.cat(kl).clamp_(min=0)
+        return kl_N.clamp_(min=0)
 
     def _distance(self, state_NH: Tensor, base_NH: Tensor) -> Tensor:
         """||state - base||_2, over ||base||_2 if credit.residual_relative (2606.00257 eq. 15): [N] float32."""

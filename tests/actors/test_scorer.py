@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
+from actors.demo import make_model
 from actors.scorer import PADDING_PER_FORWARD, Scorer
 from configs.schema import RunConfig
 from credit.adapter import Adapter, Canary, digest
@@ -454,6 +455,22 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(tmp_path: Pat
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="logits of Gemma2ForCausalLM are not its LM head"):
         Scorer(run_config(), str(tmp_path))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="reads the peak of the process's own memory")
+@pytest.mark.parametrize("needs", [ALL, frozenset({"kl_negative"})])
+def test_memory_peaks_at_one_chunk_of_logits_and_not_at_all_of_them(tmp_path: Path, needs: frozenset[str]) -> None:
+    make_model(tmp_path, hidden=64, intermediate=128, layers=1, vocabulary=151_936)
+    scorer, adapter = Scorer(run_config(), str(tmp_path)), make_adapter(tmp_path, 1)
+    scorer.load(adapter)
+    scorer.chunk = 64
+    chunk = 64 * 151_936 * 4  # 39 MB; full logits are 306 MB
+    before = scorer.stats()["rss_bytes"]
+    Path("/proc/self/clear_refs").write_text("5")  # starts a new peak
+    scorer.score([make_sample(adapter, 0, length=512)], needs, {0: [1, 2, 3]})
+    status = Path("/proc/self/status").read_text().splitlines()
+    peak = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+    assert peak - before < 2 * chunk
 
 
 def test_stats_count_the_tokens_scored(scorer: Scorer, adapters: list[Adapter]) -> None:

@@ -147,9 +147,11 @@ def run(stages: Control, config: RunConfig, log: Log | None = None, limit_s: flo
     loop = Loop(config, stages, stages.ledger, stages.version)
 
     async def main() -> None:
-        async with asyncio.timeout(limit_s):
-            await loop.train(log or Log())
-        assert asyncio.all_tasks() == {asyncio.current_task()}, "tasks outlive the run"
+        try:
+            async with asyncio.timeout(limit_s):
+                await loop.train(log or Log())
+        finally:
+            assert asyncio.all_tasks() == {asyncio.current_task()}, "tasks outlive the run"
 
     asyncio.run(main())
     return loop
@@ -392,15 +394,10 @@ def test_a_commit_does_not_go_on_after_the_publish_beside_it_failed(tmp_path: Pa
             await asyncio.sleep(0.05)
             return await super().commit(step, groups)
 
-    async def main() -> None:
-        with pytest.raises(Broken):
-            await Loop(config(), stages, stages.ledger).train(Log())
-        stages.ledger.close()
-        await asyncio.sleep(0.1)
-
     stages = Half(ledger_in(tmp_path))
-    asyncio.run(main())
-    report = audit(stages.ledger.path)
+    with pytest.raises(Broken):
+        run(stages, config())
+    report = closed(stages.ledger)
     assert (report["steps"], report["open"], report["balanced"]) == (0, 3, True)
 
 

@@ -1,7 +1,10 @@
 """The pools over actors that are plain objects: what is accepted, who gets work, how the lost come back."""
 
 import asyncio
+import random
+import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,10 +12,15 @@ import pytest
 
 from cluster import fleet as fleet_module
 from cluster import pool as pool_module
+from cluster.deadline import Late, within
 from cluster.fleet import Fleet, Scorers, Stale
+from cluster.ledger import Ledger
+from cluster.loop import Group, Loop
 from configs.schema import ArithmeticData, CreditConfig, RolloutConfig, RunConfig
 from credit.adapter import Adapter, Canary
-from credit.trajectory import Prompt, Sample, Signals
+from credit.trajectory import Batch, Prompt, Sample, Signals, Trajectory
+from tests.cluster.test_loop import MEMORY, Control, closed, ledger_in
+from tests.cluster.test_loop import config as loop_config
 
 TOKENS = [5, 6, 7, 8]
 BASE = np.array([0.0, -1.0, -2.0, -3.0], np.float32)
@@ -680,5 +688,104 @@ def test_a_group_whose_version_is_no_longer_held_is_stale_and_no_actor_is_blamed
         assert len(await score(scorers, 2)) == G
         assert scorers.refusals == {}
         await scorers.close()
+
+    run(main())
+
+
+# ---- together ----
+
+
+class Joined(Control):
+    """The loop's stages over both pools."""
+
+    def __init__(self, ledger: Ledger, run: RunConfig, world: World) -> None:
+        super().__init__(ledger)
+        self.fleet, self.scorers = Fleet(run, world.start), Scorers(run, world.start)
+
+    def prompt(self, group: int) -> Prompt:
+        return prompts(group)[0]
+
+    async def sample(self, prompts: list[Prompt], done: Callable[[list[Sample]], None]) -> None:
+        await self.fleet.sample(prompts, done)
+
+    async def signals(self, prompt: Prompt, trajectories: list[Trajectory]) -> list[Signals]:
+        return await self.scorers.score(list(trajectories), frozenset())
+
+    async def publish(self, version: int) -> dict[str, float]:
+        await asyncio.gather(self.fleet.publish(adapter(version)), self.scorers.publish(adapter(version)))
+        return {}
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_run_whose_actors_die_hang_and_lie_trains_every_group_once(
+    world: World, monkeypatch: pytest.MonkeyPatch, staleness: int, seed: int
+) -> None:
+    generator = random.Random(f"{seed}/{staleness}")
+    for module, name, value in (
+        (pool_module, "LOAD_TIMEOUT_S", 0.1),
+        (pool_module, "RESTARTS", 50),
+        (fleet_module, "ATTEMPTS", 50),
+    ):
+        monkeypatch.setattr(module, name, value)
+
+    async def sometimes(actor: Actor, version: int) -> Any:
+        await asyncio.sleep(0.002 * generator.random())
+        if generator.random() < 0.07:
+            injected.append(actor.name)
+            return await generator.choice([raises, dies, hangs])(actor, version)
+        return None
+
+    async def lies(actor: Actor, version: int) -> Any:
+        return BASE - np.float32(0.1) if generator.random() < 0.1 else await sometimes(actor, version)
+
+    injected: list[str] = []
+    run_config = loop_config(steps=8, staleness=staleness, prompts=4, timeout_s=0.15)
+    faults = {"sample": sometimes, "score": sometimes, "load": lies, "activate": sometimes}
+    for kind in ("rollout-0", "rollout-1", "credit-0"):
+        world.faults[kind] = [dict(faults) for _ in range(200)]
+
+    async def log(step: int, metrics: dict[str, float], groups: list[Group], batch: Batch) -> None:
+        for group in groups:
+            assert 0 <= step - 1 - group.version <= staleness
+            for row in group.trajectories:
+                assert (row.version, row.digest) == (group.version, f"digest {group.version}")
+                assert int(row.tokens[1]) == 10 * row.group + row.index
+
+    async def main() -> None:
+        await asyncio.gather(stages.fleet.start(), stages.scorers.start())
+        await stages.publish(0)
+        await Loop(run_config, stages, stages.ledger).train(log)
+        await asyncio.gather(stages.fleet.close(), stages.scorers.close())
+
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        stages = Joined(ledger_in(Path(folder)), run_config, world)
+        run(main())
+        report = closed(stages.ledger)
+    assert injected
+    assert (report["trained"], report["open"], report["balanced"]) == (32, 0, True)
+    assert report["dropped_by_reason"].keys() <= {"stale"}
+    if staleness == 0:
+        assert stages.trained == [list(range(4 * step, 4 * step + 4)) for step in range(8)]
+
+
+# ---- deadlines ----
+
+
+def test_a_deadline_names_what_was_waited_for_and_leaves_other_timeouts_alone() -> None:
+    async def itself() -> None:
+        raise TimeoutError("of the thing itself")
+
+    async def main() -> None:
+        assert await within(1, "an answer", asyncio.sleep(0, "yes")) == "yes"
+        with pytest.raises(Late, match=r"an answer: no answer within 0\.01 s"):
+            await within(0.01, "an answer", asyncio.sleep(9))
+        with pytest.raises(TimeoutError, match="of the thing itself"):
+            await within(1, "an answer", itself())
+        waiting = asyncio.create_task(within(9, "an answer", asyncio.sleep(9)))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
 
     run(main())
