@@ -272,8 +272,8 @@ class Scorer:
         self, hidden_NH: Tensor, target_N: Tensor, *, entropy: bool = False, temperature: float | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Log-prob of each target and, if asked for, the entropy of its whole distribution: [N] float32."""
-        # results are written in place: a small tensor kept from every block splits the space that the block's large ones
-        # leave, malloc finds none for the next, and the heap grows to the size of the full logits
+        # results are written in place: a small tensor kept from every block splits the space that the block's large
+        # ones leave, malloc finds none for the next, and the heap grows to the size of the full logits
         logp_N, entropy_N = torch.zeros(2, len(target_N), device=self.device)
         for chunk in _spans(len(target_N), self.chunk):
             logits_CV = self._logits(hidden_NH[chunk], self.temperature if temperature is None else temperature)

@@ -51,7 +51,7 @@ class Fleet(Pool[Replica]):
         The prompts are dealt to the serving replicas in order, least loaded first, so that the same prompts on an idle
         fleet always meet the same companions. What a failing replica leaves behind is sampled again, on another.
         """
-        members = sorted(await self.available(self.timeout_s), key=lambda member: member.outstanding)
+        members = sorted(await self.available(), key=lambda member: member.outstanding)
         shares = [prompts[i :: len(members)] for i in range(len(members))]
         async with asyncio.TaskGroup() as tasks:
             for member, share in zip(members, shares, strict=True):
@@ -69,7 +69,7 @@ class Fleet(Pool[Replica]):
         error: Exception | None = None
         for attempt in range(ATTEMPTS):
             if attempt:
-                member = min(await self.available(self.timeout_s), key=lambda other: other.outstanding)
+                member = min(await self.available(), key=lambda other: other.outstanding)
             actor, load = member.actor, len(missing)
             member.outstanding += load
             try:
@@ -126,7 +126,7 @@ class Scorers(Pool[Scorer]):
         group, version = samples[0].group, samples[0].version
         error: Exception | None = None
         for _ in range(ATTEMPTS):
-            members = await self.available(self.timeout_s, version)
+            members = await self.available(version)
             if version < self.current()[0].version:
                 raise Stale(f"credit: group {group} was sampled under v{version}, which is no longer held")
             member = min(members, key=lambda other: other.outstanding)

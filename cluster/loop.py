@@ -22,6 +22,7 @@ from typing import Protocol
 from cluster.deadline import within
 from cluster.fleet import Stale
 from cluster.ledger import Ledger
+from cluster.pool import START_TIMEOUT_S
 from configs.schema import RunConfig
 from credit.trajectory import Batch, Prompt, Sample, Signals, Trajectory
 
@@ -29,7 +30,7 @@ MAX_DROPS = 20
 """Groups dropped in a row, as a multiple of prompts_per_step, before the run gives up."""
 
 PATIENCE = 6
-"""The loop's own deadline, as a multiple of its stages': a fleet that recovers tries more than once."""
+"""The loop's own deadline, as a multiple of its stages' and of an actor's start: a fleet tries more than once."""
 
 Metrics = dict[str, float]
 
@@ -181,9 +182,10 @@ class Loop:
     async def _take(self) -> list[Group]:
         """The next batch: fresh groups only, sorted, whatever order they completed in."""
         run, groups = self.run, list[Group]()
-        deadline = PATIENCE * (run.rollout.timeout_s + run.reward.timeout_s + run.credit.timeout_s)
+        stages = run.rollout.timeout_s + run.reward.timeout_s + run.credit.timeout_s
         while len(groups) < self.batch_size:
-            group = await within(deadline, "loop: the next scored group", self._ready.get())
+            what, limit = "loop: the next scored group", PATIENCE * (START_TIMEOUT_S + stages)
+            group = await within(limit, what, self._ready.get())
             if self._stale(group.version):
                 self._drop(group.prompt.group, "stale")
                 self._slots.release()

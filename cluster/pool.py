@@ -84,7 +84,7 @@ class Pool(Generic[H]):
             raise self._fatal
         return [member for member in self.members if member.serving]
 
-    async def available(self, timeout_s: float, version: int = 0) -> list[Member[H]]:
+    async def available(self, version: int = 0) -> list[Member[H]]:
         """The serving members that accepted `version` or a newer one; waits for the first.
 
         Raises the reason when there will be none.
@@ -92,7 +92,12 @@ class Pool(Generic[H]):
         what = f"{self.kind}: a serving member with v{version}"
         async with self._changed:
             holders = lambda: [member for member in self.serving() if member.version >= version]  # noqa: E731
-            return await within(timeout_s, what, self._changed.wait_for(holders))
+            return await within(self._patience_s(), what, self._changed.wait_for(holders))
+
+    def _patience_s(self) -> float:
+        """A recovery either succeeds or is given up by then: all restarts, each step of them as late as it may be."""
+        calls = 2 + 2 * self.depth  # kill, base canary; load and activate for each version
+        return (RESTARTS + 1) * (START_TIMEOUT_S + calls * LOAD_TIMEOUT_S)
 
     def current(self) -> list[Adapter]:
         """What every serving member holds, once it has accepted the newest."""
@@ -108,13 +113,10 @@ class Pool(Generic[H]):
         began = time.monotonic()
         members = [member for member in self.members if not member.recovering]
         seconds = await asyncio.gather(*(self._adopt_or_quarantine(member, adapter) for member in members))
-        while len(self.serving()) < self.minimum:
-            async with self._changed:
-                await within(
-                    START_TIMEOUT_S,
-                    f"{self.kind}: {self.minimum} members serving v{adapter.version}",
-                    self._changed.wait_for(lambda: len(self.serving()) >= self.minimum),
-                )
+        what = f"{self.kind}: {self.minimum} members serving v{adapter.version}"
+        async with self._changed:
+            enough = self._changed.wait_for(lambda: len(self.serving()) >= self.minimum)
+            await within(self._patience_s(), what, enough)
         done = [s for s in seconds if s is not None]
         return {
             f"swap/{self.kind}_s": time.monotonic() - began,

@@ -155,7 +155,11 @@ class Learner:
         """Add the gradient of one micro-batch. Returns the metrics' sums."""
         loss = self.config.loss
         logp_BT, entropy_BT = self.engine(
-            rows.tokens, rows.lengths, rows.mask, entropy_gradient=loss.entropy_bonus != 0
+            rows.tokens,
+            rows.lengths,
+            rows.mask,
+            entropy_gradient=loss.entropy_bonus != 0,
+            temperature=self.run.rollout.temperature,
         )
         value, metrics = policy_loss(logp_BT, entropy_BT, rows, scale_B, loss)
         # DeepSpeed averages gradients over ranks; the loss is a sum over them

@@ -36,11 +36,18 @@ class Policy(nn.Module):
         self.model = model
         self.packing = packing
 
-    def forward(self, tokens_BT: Tensor, lengths_B: Tensor, mask_BT: Tensor, entropy_gradient: bool = False) -> Any:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        lengths_B: Tensor,
+        mask_BT: Tensor,
+        entropy_gradient: bool = False,
+        temperature: float = 1.0,
+    ) -> Any:
         """Log-prob of each token where the mask is True, and the entropy of the distribution it was drawn from.
 
         [B, T], [B], [B, T] -> [B, T], [B, T] float32, 0 where the mask is False. The mask leaves out position 0.
-        The entropy is detached unless `entropy_gradient`.
+        The entropy is detached unless `entropy_gradient`. Logits are divided by `temperature`, as the sampler's are.
         """
         causal = _causal_lm(self.model)
         rows, width = tokens_BT.shape
@@ -57,7 +64,8 @@ class Policy(nn.Module):
         states = causal.get_decoder()(input_ids=input_ids, position_ids=position_ids, use_cache=False, layout=layout)
         hidden_MH = states.last_hidden_state.flatten(0, 1)[predictor_M]
         head = causal.get_output_embeddings()
-        logp_M, entropy_M = head(hidden_MH, tokens_BT.flatten()[target_M], entropy_gradient)
+        # the head is linear: scaling its input scales the logits
+        logp_M, entropy_M = head(hidden_MH / temperature, tokens_BT.flatten()[target_M], entropy_gradient)
         zeros = torch.zeros(rows * width, device=tokens_BT.device)
         return (
             zeros.index_copy(0, target_M, logp_M).view(rows, width),

@@ -83,14 +83,14 @@ def test_examples_teach_the_scratchpad_and_its_end_but_not_the_question():
 
 
 def test_warm_up_learns_to_answer_questions_that_it_has_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The small model is never right at first, and passes 10 % in 100 to 200 steps."""
-    monkeypatch.setattr(demo, "TARGET", 0.1)
+    """The small model is never right at first, and passes 5 % in about 100 steps."""
+    monkeypatch.setattr(demo, "TARGET", 0.05)
     heldout = arithmetic_pairs(2)[1]
     model = small(tmp_path)
     assert sampled_accuracy(model, heldout, 2, 1) == 0
     told: list[tuple[float, str]] = []
-    assert warm_up(model, 2, 0, lambda share, text: told.append((share, text))) >= 0.1
-    assert sampled_accuracy(model, heldout, 2, 1) > 0.05
+    assert warm_up(model, 2, 0, lambda share, text: told.append((share, text))) >= 0.05
+    assert sampled_accuracy(model, heldout, 2, 1) > 0.02
     shares = [share for share, _ in told]
     assert shares == sorted(shares)
     assert 0 < shares[0] < shares[-1] < 1
@@ -121,6 +121,7 @@ def test_the_base_is_made_once_for_its_settings_and_leaves_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(demo, "TARGET", 0.0)
+    monkeypatch.setattr(demo, "CHECK_EVERY", 5)
     random_state, threads = torch.get_rng_state(), torch.get_num_threads()
     first = demo_base(tmp_path / "models", DATA, 0)
     assert torch.equal(torch.get_rng_state(), random_state)
@@ -132,8 +133,7 @@ def test_the_base_is_made_once_for_its_settings_and_leaves_nothing_else(
     assert list((tmp_path / "models").iterdir()) == [first]
     assert AutoTokenizer.from_pretrained(first).eos_token == "<eos>"
 
-    monkeypatch.undo()
-    monkeypatch.setattr(demo, "TARGET", 0.0)
+    monkeypatch.setattr(demo, "warm_up", warm_up)
     assert demo_base(tmp_path / "models", DATA, 1) != first
     again = demo_base(tmp_path / "elsewhere", DATA, 0)
     assert again.name == first.name

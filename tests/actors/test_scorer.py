@@ -463,7 +463,7 @@ def test_memory_peaks_at_one_chunk_of_logits_and_not_at_all_of_them(tmp_path: Pa
     make_model(tmp_path, hidden=64, intermediate=128, layers=1, vocabulary=151_936)
     scorer, adapter = Scorer(run_config(), str(tmp_path)), make_adapter(tmp_path, 1)
     scorer.load(adapter)
-    scorer.chunk = 64
+    scorer.chunk, scorer.block = 64, 4
     chunk = 64 * 151_936 * 4  # 39 MB; full logits are 306 MB
     before = scorer.stats()["rss_bytes"]
     Path("/proc/self/clear_refs").write_text("5")  # starts a new peak

@@ -403,6 +403,7 @@ def test_a_commit_does_not_go_on_after_the_publish_beside_it_failed(tmp_path: Pa
 
 def test_a_sample_stage_that_never_answers_ends_the_run_by_deadline(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(loop_module, "PATIENCE", 1)
+    monkeypatch.setattr(loop_module, "START_TIMEOUT_S", 0.0)
     stages = Control(ledger_in(tmp_path), latency=lambda group: 1e6 if group == 4 else 0.0)
     with pytest.raises(RuntimeError, match="loop: the next scored group: no answer within"):
         run(stages, config(timeout_s=0.05), limit_s=2)

@@ -79,6 +79,21 @@ def test_log_probs_and_their_gradients_are_those_of_the_full_logits(
     torch.testing.assert_close(weight.grad, like.grad, rtol=1e-3, atol=1e-5)
 
 
+def test_logits_are_divided_by_the_temperature(tiny_model: Path) -> None:
+    base = lora.load_base(str(tiny_model), ModelConfig())
+    batch = make_batch(groups=1)
+    logp_BT, entropy_BT = policy.Policy(base, packing=True)(batch.tokens, batch.lengths, batch.mask, temperature=0.5)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    for row in range(4):
+        tokens = batch.tokens[row, : int(batch.lengths[row])]
+        full = (plain(input_ids=tokens[None]).logits[0, :-1].detach() / 0.5).log_softmax(-1)
+        mask = batch.mask[row, 1 : len(tokens)]
+        expected = full.gather(1, tokens[1:, None])[:, 0]
+        torch.testing.assert_close(logp_BT[row, 1 : len(tokens)][mask], expected[mask], rtol=0, atol=1e-5)
+        entropy = -(full.exp() * full).sum(1)
+        torch.testing.assert_close(entropy_BT[row, 1 : len(tokens)][mask], entropy[mask], rtol=0, atol=1e-5)
+
+
 def test_a_row_does_not_see_the_rows_packed_before_it(tiny_model: Path) -> None:
     model = policy.Policy(lora.load_base(str(tiny_model), ModelConfig()), packing=True)
     batch = make_batch(groups=1)
