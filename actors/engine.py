@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -73,6 +73,8 @@ class Engine:
         self._run = run
         self._adapters: dict[int, LoRARequest] = {}
         self._arrivals = 0
+        self._newest = 0  # adapter id
+        self.begun: set[str] = set()  # requests added with `announce` that got a token in the last step
         preload = os.environ.get("LD_PRELOAD")
         if not ON_GPU:
             kernels.install()
@@ -84,8 +86,13 @@ class Engine:
         self._tokenizer = self._llm.get_tokenizer()
 
     @_plain_errors()
-    def add(self, request: str, tokens: list[int], *, seed: int, adapter: int, temperature: float) -> None:
-        """Queue one completion of `tokens` [P] under a loaded adapter. Requests start in the order of these calls."""
+    def add(
+        self, request: str, tokens: list[int], *, seed: int, adapter: int, temperature: float, announce: bool = False
+    ) -> None:
+        """Queue one completion of `tokens` [P] under a loaded adapter. Requests start in the order of these calls.
+
+        `announce`: tell of its tokens in `begun` before it is finished.
+        """
         rollout = self._run.rollout
         params = SamplingParams(
             temperature=temperature,
@@ -97,7 +104,7 @@ class Engine:
             flat_logprobs=True,
             # token by token it costs as much as a small model's forward pass; only stop strings need it
             detokenize=bool(rollout.stop),
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.CUMULATIVE if announce else RequestOutputKind.FINAL_ONLY,
         )
         self._add(request, tokens, params, self._adapters[adapter], priority=0)
 
@@ -132,8 +139,9 @@ class Engine:
 
     def step(self) -> list[Finished]:
         """One forward pass over the running batch; the requests that it completed."""
-        outputs = self._llm.step()
-        return [self._finished(output) for output in outputs if isinstance(output, RequestOutput) and output.finished]
+        outputs = [output for output in self._llm.step() if isinstance(output, RequestOutput)]
+        self.begun = {output.request_id for output in outputs}
+        return [self._finished(output) for output in outputs if output.finished]
 
     def _finished(self, output: RequestOutput) -> Finished:
         (completion,) = output.outputs
@@ -157,12 +165,39 @@ class Engine:
 
     @_plain_errors()
     def load(self, adapter: int, name: str, folder: Path) -> None:
-        """Read a PEFT folder into a free slot. `adapter` and `name` must never have been used: the prefix cache
-        tells versions apart by them. The folder is not needed afterwards."""
-        assert adapter not in self._adapters and all(name != lora.lora_name for lora in self._adapters.values())
+        """Read a PEFT folder into a free slot. The folder is not needed afterwards.
+
+        Ids only go up, and a name is used once: the prefix cache tells versions apart by them. Raises RuntimeError for
+        an id that may have been used.
+        """
+        if adapter <= self._newest or any(name == lora.lora_name for lora in self._adapters.values()):
+            raise RuntimeError(
+                f"rollout: adapter id {adapter} ({name}): got an id that may have been used before, expected more than "
+                f"{self._newest}: the prefix cache would answer for another version"
+            )
+        self._newest = adapter
         lora = LoRARequest(lora_name=name, lora_int_id=adapter, lora_path=str(folder))
         self._llm.add_lora(lora)
         self._adapters[adapter] = lora
+
+    def prove(self, adapter: int, tensors: dict[str, np.ndarray]) -> None:
+        """Read an adapter back from the memory that forward passes use. Raises RuntimeError where it differs.
+
+        Bit for bit, in the slots' dtype: A as in `tensors`, B times alpha / r of the run's config, 0 elsewhere. Each
+        worker of a tensor-parallel engine holds a part of every tensor, which is not compared.
+        """
+        if self._run.rollout.tensor_parallel > 1:
+            return
+        (slot,) = self._llm.collective_rpc(_slot, args=(adapter,))
+        if lost := sorted(tensors.keys() - slot.keys()):
+            raise RuntimeError(f"rollout: adapter id {adapter}: {lost[0]} has no place in vLLM's slots: it is not served")
+        scaling = self._run.lora.alpha / self._run.lora.r
+        wrong = [name for name, held in slot.items() if not _holds(held, tensors.get(name), "lora_B" in name, scaling)]
+        if wrong:
+            raise RuntimeError(
+                f"rollout: adapter id {adapter}: {len(wrong)} of {len(slot)} tensors in vLLM's slot are not the "
+                f"adapter's, the first is {wrong[0]}: got other bytes, rank or scaling than the run's config gives"
+            )
 
     def unload(self, adapter: int) -> None:
         del self._adapters[adapter]
@@ -177,6 +212,31 @@ class Engine:
 
     def close(self) -> None:
         self._llm.engine_core.shutdown()
+
+
+def _slot(worker: Any, adapter: int) -> dict[str, torch.Tensor]:
+    """The padded tensors of the slot that an adapter is in, under PEFT's names. Runs in vLLM's worker."""
+    manager = worker.model_runner.lora_manager._adapter_manager
+    if adapter not in manager.lora_index_to_id:
+        raise RuntimeError(f"rollout: adapter id {adapter}: in no slot of vLLM's: it is not served")
+    index = manager.lora_index_to_id.index(adapter)
+    tensors = {}
+    for name, module in manager.modules.items():
+        for i, part in enumerate(manager.packed_modules.get(name, [name])):
+            tensors[f"base_model.model.{part}.lora_A.weight"] = module.lora_a_stacked[i][index, 0]
+            tensors[f"base_model.model.{part}.lora_B.weight"] = module.lora_b_stacked[i][index, 0]
+    return tensors
+
+
+def _holds(held: torch.Tensor, tensor: np.ndarray | None, scaled: bool, scaling: float) -> bool:
+    """Whether `held` is `tensor` and zeros."""
+    if tensor is None:
+        return not held.any()
+    rows, columns = tensor.shape
+    expected = torch.tensor(tensor, dtype=held.dtype, device=held.device)
+    part = held[:rows, :columns]
+    same = torch.equal(part, expected * scaling if scaled else expected)
+    return same and not held[rows:].any() and not held[:, columns:].any()
 
 
 def _values(logprobs: object) -> list[float]:

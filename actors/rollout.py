@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # importing vLLM takes seconds and changes the environment: o
 logger = logging.getLogger(__name__)
 
 TMPFS = Path("/dev/shm")
+REMEMBERED = 16  # versions in `stats`
 
 
 @dataclass(slots=True, eq=False)
@@ -61,14 +62,27 @@ class Group:
 
 
 @dataclass(slots=True)
+class Served:
+    """What a version was used for."""
+
+    requests: int = 0  # canaries not counted
+    first: str = ""  # the first request
+    first_token: float | None = None  # time.time() after the step that gave the first request its first token
+
+
+@dataclass(slots=True)
 class Counters:
     steps: int = 0
     step_s: float = 0.0
     generated_tokens: int = 0
     cached_tokens: int = 0
     loads: int = 0
-    load_s: float = 0.0  # of the last load: reading the adapter into its slot, between two steps
+    load_s: float = 0.0  # of the last load: reading the adapter into its slot and back, between two steps
+    proof_s: float = 0.0  # of it: reading back
     canary_s: float = 0.0  # of the last canary
+    aborted: int = 0
+    longest_step_s: float = 0.0  # since the last call of `stats`
+    longest_pause_s: float = 0.0  # since then: between two steps while requests were running
 
 
 class RolloutWorker:
@@ -82,6 +96,7 @@ class RolloutWorker:
         self._residents: dict[int, Resident] = {}  # by version
         self._active: Resident | None = None
         self._groups: dict[str, Group] = {}  # by request
+        self._served: dict[int, Served] = {}  # by version, the newest
         self._ids = itertools.count(1)
         self._count = Counters()
         ready: Future = Future()
@@ -100,7 +115,8 @@ class RolloutWorker:
         """Load a version into a free slot and return its log-probs of the canary's tokens, [T] float32, 0 at 0.
 
         New requests do not use it until `activate`. Loading a resident version again only asks its canary again.
-        Raises ValueError when the content does not match the digest, RuntimeError when no slot is free.
+        Raises ValueError when the content does not match the digest, RuntimeError when no slot is free or when what
+        vLLM holds afterwards is not the adapter.
         """
         with tempfile.TemporaryDirectory(prefix="adapter-", dir=TMPFS if TMPFS.is_dir() else None) as folder:
             await asyncio.to_thread(_write, adapter, Path(folder))
@@ -200,6 +216,7 @@ class RolloutWorker:
 
     def _run_commands(self) -> bool:
         """Run the commands that have arrived; wait for one if there is nothing else to do. False: stop."""
+        running, start = bool(self._groups), time.perf_counter()
         for function, future in self._arrived():
             if function is None:
                 return False
@@ -208,6 +225,8 @@ class RolloutWorker:
                     future.set_result(function())
                 except Exception as error:
                     future.set_exception(error)
+        if running:
+            self._count.longest_pause_s = max(self._count.longest_pause_s, time.perf_counter() - start)
         return True
 
     def _arrived(self) -> Iterator[tuple[Callable[[], Any] | None, Future]]:
@@ -219,8 +238,13 @@ class RolloutWorker:
     def _step(self) -> None:
         start = time.perf_counter()
         finished = self._engine.step()
+        seconds = time.perf_counter() - start
         self._count.steps += 1
-        self._count.step_s += time.perf_counter() - start
+        self._count.step_s += seconds
+        self._count.longest_step_s = max(self._count.longest_step_s, seconds)
+        for served in self._served.values():
+            if served.first_token is None and served.first in self._engine.begun:
+                served.first_token = time.time()
         for request in finished:
             self._finish(request)
 
@@ -253,14 +277,24 @@ class RolloutWorker:
                 )
         if temperature is None:
             temperature = self._run.rollout.temperature
+        served = self._served.setdefault(self._active.version, Served())
+        while len(self._served) > REMEMBERED:
+            del self._served[next(iter(self._served))]
         for prompt, answer in zip(prompts, answers, strict=True):
             group = Group(answer, self._active, prompt)
             answer.add_done_callback(self._abort_if_cancelled)
             for index, seed in enumerate(prompt.seeds):
                 request = str(next(self._ids))
                 self._engine.add(
-                    request, prompt.tokens, seed=seed, adapter=self._active.adapter, temperature=temperature
+                    request,
+                    prompt.tokens,
+                    seed=seed,
+                    adapter=self._active.adapter,
+                    temperature=temperature,
+                    announce=not served.first,
                 )
+                served.first = served.first or request
+                served.requests += 1
                 self._enter(request, group, index)
 
     def _ask(self, tokens: list[int], version: int | None, answer: Future) -> None:
@@ -284,6 +318,7 @@ class RolloutWorker:
     def _abort(self, answer: Future) -> None:
         requests = [request for request, group in self._groups.items() if group.answer is answer]
         self._engine.abort(requests)
+        self._count.aborted += len(requests)
         for request in requests:
             self._release(self._groups.pop(request).resident)
 
@@ -305,9 +340,15 @@ class RolloutWorker:
         start = time.perf_counter()
         number = next(self._ids)
         self._engine.load(number, f"v{adapter.version}-{number}-{adapter.digest[:12]}", folder)
+        read = time.perf_counter()
+        try:
+            self._engine.prove(number, adapter.tensors)
+        except BaseException:
+            self._engine.unload(number)
+            raise
         self._residents[adapter.version] = Resident(adapter.version, adapter.digest, number)
         self._count.loads += 1
-        self._count.load_s = time.perf_counter() - start
+        self._count.load_s, self._count.proof_s = time.perf_counter() - start, time.perf_counter() - read
 
     def _activate(self, version: int) -> None:
         resident = self._resident(version)
@@ -351,7 +392,8 @@ class RolloutWorker:
         )
 
     def _stats(self) -> dict[str, Any]:
-        count = self._count
+        count = replace(self._count)
+        self._count.longest_step_s = self._count.longest_pause_s = 0.0
         return {
             "active": None if self._active is None else self._active.version,
             "resident": {resident.version: resident.requests for resident in self._residents.values()},
@@ -363,7 +405,12 @@ class RolloutWorker:
             "slots_taken": len(self._engine.loaded()),
             "loads": count.loads,
             "load_s": count.load_s,
+            "proof_s": count.proof_s,
             "canary_s": count.canary_s,
+            "aborted": count.aborted,
+            "longest_step_s": count.longest_step_s,
+            "longest_pause_s": count.longest_pause_s,
+            "versions": {version: (served.requests, served.first_token) for version, served in self._served.items()},
             "rss_bytes": psutil.Process().memory_info().rss,
         }
 

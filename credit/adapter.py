@@ -37,12 +37,22 @@ class Adapter:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def verify(self) -> None:
-        """Raise ValueError when the tensors are not those that the digest was taken of."""
+        """Raise ValueError when the tensors are not those that the digest was taken of, or not those of the config."""
         actual = digest(self.tensors, self.config)
         if actual != self.digest:
             raise ValueError(
                 f"adapter v{self.version}: the content does not match its digest, got {actual[:12]}, expected "
                 f"{self.digest[:12]}: it was changed or truncated on the way"
+            )
+        rank, targets = self.config["r"], self.config["target_modules"]
+        found = {name.split(".lora_")[0].split(".", 2)[2] for name in self.tensors}
+        named = {module for module in found for target in targets if f".{module}".endswith(f".{target}")}
+        unused = [target for target in targets if not any(f".{module}".endswith(f".{target}") for module in found)]
+        ranks = {tensor.shape["lora_B" in name] for name, tensor in self.tensors.items()}
+        if found != named or unused or ranks != {rank}:
+            raise ValueError(
+                f"adapter v{self.version}: the config does not describe the tensors, got r={rank} and target_modules="
+                f"{targets}, expected ranks {sorted(ranks)} and modules {sorted({m.rsplit('.', 1)[-1] for m in found})}"
             )
 
     def save(self, folder: Path) -> None:

@@ -62,7 +62,7 @@ def run_config(max_staleness: int = 1, max_length: int = 512, **rollout: Any) ->
             "max_staleness": max_staleness,
             "data": {"task": "arithmetic"},
             "model": {"max_length": max_length},
-            "lora": {"r": RANK},
+            "lora": {"r": RANK, "alpha": 24},
             "rollout": rollout,
         }
     )
