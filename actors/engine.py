@@ -43,6 +43,9 @@ from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 from actors import kernels  # noqa: E402
 
+CPU_BATCHED_TOKENS = 8192
+"""Tokens of one engine step at the most, where whole prompts are prefilled."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finished:
@@ -255,6 +258,9 @@ def _engine_args(run: RunConfig, model_path: str) -> EngineArgs:
         trust_remote_code=run.model.trust_remote_code,
         seed=run.seed,
         max_num_seqs=rollout.max_num_seqs,
+        # a prompt that is prefilled in pieces rewinds its request's random generator, which CPU generators cannot do
+        enable_chunked_prefill=None if ON_GPU else False,
+        max_num_batched_tokens=None if ON_GPU else max(run.model.max_length, CPU_BATCHED_TOKENS),
         enable_prefix_caching=True,
         enable_lora=True,
         max_loras=run.adapter_slots,

@@ -1,4 +1,4 @@
-"""The negative prompt of contrastive methods (GCPO, arXiv:2605.29198): the question, and the wish for a wrong answer."""
+"""The negative prompt of contrastive methods (GCPO, arXiv:2605.29198): the question, and a wish for a wrong answer."""
 
 import importlib
 from dataclasses import replace

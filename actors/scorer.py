@@ -140,8 +140,8 @@ class Scorer:
 
         `needs` names signals of `SIGNALS`; `logp` is always answered. Log-probs are those of the sampling distribution
         at rollout.temperature. `delta_feature` is kept here, for `delta_sums` and `delta_dots`. `negatives` maps each
-        group to the tokens of its negative prompt. Raises RuntimeError for a version that is not resident and for
-        logits that are not finite, ValueError for an unknown signal or a missing negative prompt.
+        group to the tokens of its negative prompt. Raises RuntimeError for a version that is not resident,
+        FloatingPointError for logits that are not finite, ValueError for an unknown signal or a missing negative prompt.
         """
         started = time.perf_counter()
         if unknown := needs - SIGNALS:
@@ -394,7 +394,7 @@ def _spans(length: int, size: int) -> list[slice]:
 
 
 def _scatter(samples: list[Sample], values: dict[str, Tensor]) -> list[Signals]:
-    """Cut each [N] signal into one [T] array per sample. Raises RuntimeError where one is not finite."""
+    """Cut each [N] signal into one [T] array per sample. Raises FloatingPointError where one is not finite."""
     borders = np.cumsum([int(sample.mask.sum()) for sample in samples])[:-1]
     parts = {name: np.split(value.cpu().numpy(), borders) for name, value in values.items()}
     signals: list[Signals] = []
@@ -402,7 +402,7 @@ def _scatter(samples: list[Sample], values: dict[str, Tensor]) -> list[Signals]:
         signals.append({name: np.zeros(len(sample.tokens), dtype=np.float32) for name in parts})
         for name, part in parts.items():
             if not np.isfinite(part[i]).all():
-                raise RuntimeError(
+                raise FloatingPointError(
                     f"sample {sample.group}/{sample.index}: {name} is not finite: the logits of v{sample.version}, or "
                     "of the base model, hold NaN or infinity"
                 )

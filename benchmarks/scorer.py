@@ -4,12 +4,9 @@ python -m benchmarks.scorer [--json] [--repeats 5]
 """
 
 import json as jsonlib
-import os
-import platform
 import statistics
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.demo import make_model
 from actors.scorer import Scorer
+from benchmarks.machine import describe
 from configs.schema import RunConfig
 from credit.adapter import Adapter, Canary, digest
 from credit.trajectory import Sample
@@ -41,7 +39,7 @@ def main(json: bool = False, repeats: int = 5, sequences: int = 128) -> dict[str
     `sequences` completions of 16 to 40 tokens are scored at a time. Prints a table, or JSON.
     """
     results = {
-        "machine": _machine(),
+        "machine": describe(),
         "speed": [_speed(name, shape, repeats, sequences) for name, shape in SHAPES.items()],
         "memory": _memory(),
     }
@@ -168,20 +166,6 @@ def _peak() -> int:
         return torch.cuda.max_memory_allocated()
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
-
-
-def _machine() -> dict[str, Any]:
-    models = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return {
-        "cpu": models[0] if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "torch": torch.__version__,
-        "date": date.today().isoformat(),
-    }
 
 
 def _print(results: dict[str, Any]) -> None:

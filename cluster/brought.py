@@ -1,7 +1,7 @@
 """What `accredit score` is given: trajectories of the user's in JSONL or Parquet, and a PEFT adapter. Read and checked.
 
-Every problem is a ValueError of one line that names the file, the line (JSONL, from 1) or row (Parquet, from 0), and the
-field. Dimensions: T tokens of a sequence, N of them sampled by the policy.
+Every problem is a ValueError that names the file, the line (JSONL, from 1) or row (Parquet, from 0), and the field.
+Dimensions: T tokens of a sequence.
 """
 
 import json
@@ -26,10 +26,10 @@ from configs.schema import FileData
 from credit.adapter import Adapter, Canary, digest
 from credit.trajectory import Trajectory
 
-FIELDS = frozenset(
-    "prompt completion tokens mask prompt_tokens completion_tokens reward group index logprobs finish version digest"
-    " step advantages".split()
-)
+FIELDS = {
+    *("prompt", "completion", "tokens", "mask", "prompt_tokens", "completion_tokens", "reward", "group", "index"),
+    *("logprobs", "finish", "version", "digest", "step", "advantages"),
+}
 """Columns with a meaning; the others are there for the negative prompt."""
 
 
@@ -70,8 +70,8 @@ def read(path: Path, policy: Policy) -> Brought:
     return reader.finish(path)
 
 
-def read_adapter(folder: Path) -> Adapter:
-    """The LoRA adapter in a folder that PEFT wrote, as version 1. Raises ValueError."""
+def read_adapter(folder: Path, vocabulary: int) -> Adapter:
+    """The LoRA adapter in a folder that PEFT wrote, as version 1, for a model of that vocabulary. Raises ValueError."""
     settings, tensors = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     if not folder.is_dir():
         raise ValueError(f"adapter: {folder} is no folder, expected one with {settings.name} and {tensors.name}")
@@ -85,14 +85,28 @@ def read_adapter(folder: Path) -> Adapter:
     try:
         config = json.loads(settings.read_text())
         kind = config.get("peft_type") if isinstance(config, dict) else None
-        if kind != "LORA":
-            raise ValueError(f"peft_type: got {kind!r}, expected 'LORA'")
+        if kind != "LORA" or not config.get("target_modules"):
+            raise ValueError(f"got peft_type {kind!r}, expected 'LORA' with its target_modules")
         PeftConfig.from_peft_type(**config)
         values = {name: tensor.float().numpy() for name, tensor in load_file(tensors).items()}
     except SafetensorError as error:
         raise ValueError(f"adapter: {tensors}: {error}") from error
     except (TypeError, ValueError) as error:  # TypeError: a setting that this PEFT does not know
         raise ValueError(f"adapter: {settings}: {error}") from error
+    for name, value in values.items():
+        if name.endswith((".lora_A.weight", ".lora_B.weight")):
+            continue
+        if ("embed" in name or "lm_head" in name) and vocabulary not in value.shape:
+            raise ValueError(
+                f"adapter: {tensors}: {name} has the shape {value.shape}, expected the model's vocabulary of "
+                f"{vocabulary}: it was made for another base model"
+            )
+        raise ValueError(
+            f"adapter: {tensors}: {name} is no LoRA factor of a linear layer, expected nothing else: embeddings, "
+            "modules_to_save and DoRA cannot be scored"
+        )
+    if isinstance(config["target_modules"], str):  # a pattern; its matches, by name, are what it stands for
+        config["target_modules"] = sorted({name.split(".lora_")[0].split(".", 2)[2] for name in values})
     return _adapter(1, values, config)
 
 
@@ -125,7 +139,7 @@ def _records(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             where = f"{path}: line {number}"
             if not line.strip():
@@ -203,7 +217,7 @@ class _Reader:
     def finish(self, path: Path) -> Brought:
         place = {group: i for i, group in enumerate(self.sizes)}
         order = sorted(range(len(self.rows)), key=lambda i: (place[self.trajectories[i].group], i))
-        labels = {number: key for key, number in self.numbers.items()} if "group" in self.given else {}
+        labels = {number: key for key, number in self.numbers.items() if not isinstance(key, bytes)}
         warnings = [
             (sum(size == 1 for size in self.sizes.values()), "groups of one: their advantage is 0"),
             (self.elsewhere, "rows were sampled under another adapter than the one given, by their digest"),
@@ -292,7 +306,9 @@ def _sequence(record: dict[str, Any], policy: Policy) -> tuple[np.ndarray, np.nd
     if "tokens" in record:
         tokens, mask = _integers(record, "tokens"), np.asarray(_need(record, "mask", " beside tokens"))
         if mask.shape != tokens.shape or not np.isin(mask, (0, 1)).all():
-            raise ValueError(f"mask: got {mask.size} values, expected {len(tokens)} of true or false, one for each token")
+            raise ValueError(
+                f"mask: got {mask.size} values, expected {len(tokens)} of true or false, one for each token"
+            )
         return tokens, mask.astype(bool), "tokens" if mask.any() else "mask"
     if "prompt_tokens" in record or "completion_tokens" in record:
         prompt, completion = _integers(record, "prompt_tokens"), _integers(record, "completion_tokens")
@@ -313,7 +329,9 @@ def _sequence(record: dict[str, Any], policy: Policy) -> tuple[np.ndarray, np.nd
 
 def _need(record: dict[str, Any], name: str, otherwise: str = "") -> Any:
     if name not in record:
-        raise ValueError(f"{name}: missing, expected{otherwise or ' in every row'}; got {', '.join(record) or 'nothing'}")
+        raise ValueError(
+            f"{name}: missing, expected{otherwise or ' in every row'}; got {', '.join(record) or 'nothing'}"
+        )
     return record[name]
 
 

@@ -67,6 +67,67 @@ def train(
 
 
 @app.command()
+def score(
+    trajectories: Annotated[Path, typer.Argument(help="JSONL or Parquet: prompt, completion (or token ids), reward.")],
+    model: Annotated[str, typer.Option(help="Folder of the base model.")],
+    method: Annotated[str, typer.Option(help="Methods, with commas between them: uniform,arca,gcpo")],
+    out: Annotated[Path, typer.Option(help="Parquet file to write.")],
+    adapter: Annotated[
+        Path | None, typer.Option(help="Folder of a PEFT LoRA; without, the base is the policy.")
+    ] = None,
+    advantage: Annotated[str, typer.Option(help="grpo, dr_grpo, rloo or reinforce_pp.")] = "grpo",
+    sharpening: Annotated[float, typer.Option(help="Power p of the shared normaliser.")] = 1.0,
+    negative: Annotated[str | None, typer.Option(help="Template, 'empty' or dotted path; for gcpo.")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="Option of a method: q=0.1. May be repeated.")] = None,
+    permute: Annotated[bool, typer.Option("--permute", help="Control: shuffle weights within completions.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Text prompts, too, go through the chat template.")] = False,
+    correct: Annotated[float, typer.Option(help="A reward of at least this is correct.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="That the completions were sampled at.")] = 1.0,
+    dtype: Annotated[str, typer.Option(help="Of the base model: float32 or bfloat16.")] = "float32",
+    tokens_per_forward: Annotated[int, typer.Option(help="Less of them need less memory.")] = 4096,
+    seed: Annotated[int, typer.Option(help="Of --permute.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Assign credit to trajectories that you bring: no training, no cluster."""
+    quiet()
+    from cluster import score as scoring
+
+    console = Console(stderr=True)
+    try:
+        request = scoring.Request(
+            trajectories=trajectories,
+            model=model,
+            out=out,
+            methods=[name.strip() for name in method.split(",")],
+            adapter=adapter,
+            advantage=advantage,
+            sharpening=sharpening,
+            negative=negative,
+            options=scoring.parse_options(option or []),
+            permute=permute,
+            chat=chat,
+            correct=correct,
+            temperature=temperature,
+            dtype=dtype,
+            tokens_per_forward=tokens_per_forward,
+            seed=seed,
+        )
+        with scoring.bar(console) as progress:
+            report = scoring.score(request, progress)
+    except (ValueError, OSError) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    except RuntimeError as error:
+        print(f"accredit: {' '.join(str(error).split())}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    for warning in report["warnings"]:
+        console.print(f"accredit: warning: {warning}", highlight=False, markup=False, soft_wrap=True)
+    if as_json:
+        print(json.dumps(report, indent=1))
+    else:
+        Console().print(scoring.table(report))
+
+
+@app.command()
 def audit(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

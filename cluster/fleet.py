@@ -139,6 +139,8 @@ class Scorers(Pool[Scorer]):
                 if "delta_feature" in needs:
                     self._keeper |= {(sample.group, sample.index): actor for sample in samples}
                 return signals
+            except FloatingPointError:
+                raise  # the group's fault, or the policy's; the actor is well
             except Exception as failure:
                 error = failure
                 self.quarantine(member, actor, error)

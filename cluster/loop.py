@@ -160,6 +160,8 @@ class Loop:
             signals = await self.stages.signals(prompt, trajectories)
         except Stale:
             return self._drop(prompt.group, "stale")
+        except FloatingPointError:
+            return self._drop(prompt.group, "a signal is not finite")
         self._tally.seconds["credit"] += time.monotonic() - began
         self.ledger.scored(prompt.group, version, digest)
         await self._ready.put(Group(prompt=prompt, trajectories=trajectories, signals=signals))

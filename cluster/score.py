@@ -10,6 +10,7 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ import pyarrow.parquet as pq
 import torch
 import yaml
 from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
@@ -34,9 +39,8 @@ from credit.methods import SELF_NORMALISED, resolve
 from credit.ranks import average_ranks
 from credit.trajectory import Signals, Trajectory, pad
 
-CHUNK = 16  # forwards' worth of tokens that are scored, weighted and written together
+CHUNK = 4  # forwards' worth of tokens that are scored, weighted and written together
 UNIFORM_WITHOUT_ADAPTER = frozenset({"residual", "logp_base"})
-COMPLETIONS = "gini effective_token_ratio regime_uniform regime_middle regime_concentrated".split()
 
 Progress = Callable[[int, int], None]
 """Called with the tokens that are scored and all that are to be."""
@@ -86,7 +90,7 @@ def score(request: Request, progress: Progress = lambda done, total: None) -> di
         needs |= {"logp_negative"}  # the sign-flip rate is taken of it
     policy = _policy(request, contrast)
     brought = read(request.trajectories, policy)
-    warnings = brought.warnings + _ignored(request)
+    warnings = brought.warnings + _ignored(request, contrast)
     scorer = Scorer(run, request.model)
     if not _load(scorer, policy.adapter, brought.trajectories[0]):
         of = [name for name, mine in options.items() if credit.needs(name, **mine) & UNIFORM_WITHOUT_ADAPTER]
@@ -96,9 +100,30 @@ def score(request: Request, progress: Progress = lambda done, total: None) -> di
     judge = Judge(request, options, brought)
     if "delta_feature" in needs:
         chunks = list(chunks)
-        judge.see_all(scorer)
+        judge.see_all(scorer, chunks)
     _write(request, brought, chunks, judge)
     return judge.report() | {"warnings": warnings}
+
+
+@contextmanager
+def bar(console: Console) -> Iterator[Progress]:
+    """A bar with the tokens scored, on a terminal."""
+    columns = (TextColumn("scoring"), BarColumn(), TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"))
+    with RichProgress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as shown:
+        task = shown.add_task("scoring", total=0)
+        yield lambda done, total: shown.update(task, completed=done, total=total)
+
+
+def table(report: dict[str, Any]) -> Table:
+    """The figures, one column for each method."""
+    title = (
+        f"{report['out']}: {report['trajectories']} trajectories, {report['groups']} groups, {report['tokens']} tokens"
+    )
+    shown = Table("", *report["methods"], title=title)
+    for name in dict.fromkeys(key for figures in report["methods"].values() for key in figures):
+        cells = [f"{figures[name]:.3f}" if name in figures else "-" for figures in report["methods"].values()]
+        shown.add_row(name.replace("_", " "), *cells)
+    return shown
 
 
 def parse_options(texts: list[str]) -> dict[str, Any]:
@@ -132,24 +157,21 @@ class Judge:
         self.frequent_V = torch.zeros(max(int(row.tokens.max()) for row in brought.trajectories) + 1, dtype=torch.bool)
         self.frequent_V[torch.from_numpy(count_V).argsort(descending=True, stable=True)[:FREQUENT]] = True
 
-    def see_all(self, scorer: Scorer) -> None:
-        """Weights of the methods that read DelTA's features, which `scorer` keeps."""
-        everything = slice(0, len(self.trajectories))
+    def see_all(self, scorer: Scorer, chunks: list[Chunk]) -> None:
+        """Weights of the methods that read DelTA's features, which `scorer` keeps, of the whole input at once."""
         mask_NT = pad([row.mask for row in self.trajectories], torch.bool)
-        values = {"delta_feature": _features(scorer, self.trajectories)}
+        values = _padded([mine for chunk in chunks for mine in chunk.signals])
+        values["delta_feature"] = _features(scorer, self.trajectories)
         for name, options in self.options.items():
-            if credit.needs(name, **options) == {"delta_feature"}:
-                weights_NT = self._weights(name, everything, values, mask_NT)
+            if "delta_feature" in credit.needs(name, **options):
+                weights_NT = self._weights(name, slice(0, len(self.trajectories)), values, mask_NT)
                 self.whole[name] = _rows(weights_NT, self.trajectories)
-            elif "delta_feature" in credit.needs(name, **options):
-                raise ValueError(f"method {name!r}: delta_feature beside other signals cannot be scored offline")
 
     def weigh(self, chunk: Chunk) -> dict[str, list[np.ndarray]]:
         """Weights [T] of each method and trajectory, and the chunk's part in the figures."""
         where = slice(chunk.first, chunk.first + len(chunk.rows))
         mask_NT = pad([row.mask for row in chunk.rows], torch.bool)
-        names = chunk.signals[0]
-        values = {name: pad([mine[name] for mine in chunk.signals], torch.float32) for name in names}
+        values: dict[str, Any] = _padded(chunk.signals)
         tokens_NT = pad([row.tokens for row in chunk.rows], torch.int64)
         weights = {}
         for name in self.options:
@@ -157,19 +179,16 @@ class Judge:
                 weights_NT = pad(self.whole[name][where], torch.float32)
             else:
                 weights_NT = self._weights(name, where, values, mask_NT)
-            for key, (value, count) in _figures(
-                weights_NT, tokens_NT, mask_NT, values["entropy"], self.frequent_V
-            ).items():
+            figures = _figures(weights_NT, tokens_NT, mask_NT, values["entropy"], self.frequent_V)
+            for key, (value, count) in figures.items():
                 self.figures[name][key].add(value, count)
             weights[name] = _rows(weights_NT, chunk.rows)
         self._compare(chunk)
         return weights
 
     def report(self) -> dict[str, Any]:
-        groups, sizes = self.groups_N.unique(return_counts=True)
-        mass = torch.zeros(len(groups)).index_add(
-            0, self.groups_N.unique(return_inverse=True)[1], self.advantages_N.abs()
-        )
+        groups, inverse_N, sizes = self.groups_N.unique(return_inverse=True, return_counts=True)
+        mass = torch.zeros(len(groups)).index_add(0, inverse_N, self.advantages_N.abs())
         methods = {name: {key: mean.value for key, mean in mine.items()} for name, mine in self.figures.items()}
         for name, options in self.options.items():
             if credit.needs(name, **options) & {"logp_negative", "kl_negative"}:
@@ -245,7 +264,7 @@ def _figures(
 
     concentration = credit.diagnostics(weights_NT, mask_NT)
     defined = int(((mask_NT.sum(1) >= 2) & (total_N > 0)).sum())
-    figures = {name: (concentration[name], defined) for name in COMPLETIONS}
+    figures = {name: (value, defined) for name, value in concentration.items()}
     for name, other_NT in (("position_spearman", order_NT), ("entropy_spearman", entropy_ranks_NT)):
         count = int((varies(ranks_NT) & varies(other_NT)).sum())
         figures[name] = rank_correlation(ranks_NT, other_NT, mask_NT), count
@@ -265,20 +284,21 @@ def _options(request: Request) -> dict[str, dict[str, Any]]:
         parameters = inspect.signature(resolve(name)).parameters
         chosen[name] = {key: value for key, value in request.options.items() if key in parameters}
         sharpening = 1.0 if name in SELF_NORMALISED else request.sharpening
-        credit.check(
-            name, request.advantage, sharpening=sharpening, options=chosen[name], negative=request.negative
-        )
+        credit.check(name, request.advantage, sharpening=sharpening, options=chosen[name], negative=request.negative)
     for key in request.options:
         if not any(key in mine for mine in chosen.values()):
             raise ValueError(f"--option: got {key!r}, which none of {', '.join(chosen)} takes")
     return chosen
 
 
-def _ignored(request: Request) -> list[str]:
+def _ignored(request: Request, contrast: bool) -> list[str]:
+    warnings = []
     own = [name for name in request.methods if name in SELF_NORMALISED]
-    if request.sharpening == 1 or not own:
-        return []
-    return [f"--sharpening is not for {', '.join(own)}, which normalise their own weights"]
+    if request.sharpening != 1 and own:
+        warnings.append(f"--sharpening is not for {', '.join(own)}: they normalise their own weights")
+    if request.negative is not None and not contrast:
+        warnings.append(f"--negative is not used: {', '.join(request.methods)} need no negative prompt")
+    return warnings
 
 
 def _run(request: Request) -> RunConfig:
@@ -315,7 +335,7 @@ def _policy(request: Request, contrast: bool) -> Policy:
         tokenizer=tokenizer,
         vocabulary=config.vocab_size,
         context=config.max_position_embeddings,
-        adapter=read_adapter(request.adapter) if request.adapter else zero_adapter(request.model),
+        adapter=read_adapter(request.adapter, config.vocab_size) if request.adapter else zero_adapter(request.model),
         fresh=request.adapter is None,
         chat=request.chat,
         negative=request.negative if contrast else None,
@@ -335,6 +355,7 @@ def _chunks(
     """Whole groups, scored, as many at a time as fill some forwards."""
     rows, total, done = brought.trajectories, sum(len(row.tokens) for row in brought.trajectories), 0
     first = tokens = 0
+    progress(0, total)
     for i, row in enumerate(rows):
         tokens += len(row.tokens)
         last_of_group = i + 1 == len(rows) or rows[i + 1].group != row.group
@@ -361,6 +382,10 @@ def _features(scorer: Scorer, rows: list[Trajectory]) -> Feature:
         return pad([answers[key] for key in keys], torch.float32)
 
     return Feature(sums, dots)
+
+
+def _padded(signals: list[Signals]) -> dict[str, Any]:
+    return {name: pad([mine[name] for mine in signals], torch.float32) for name in signals[0]}
 
 
 def _rows(values_NT: Tensor, rows: list[Trajectory]) -> list[np.ndarray]:

@@ -154,6 +154,8 @@ class LearnerConfig(Config):
     zero_stage: Literal[0, 1, 2, 3] = 1
     lr: PositiveFloat = 1e-3
     warmup_steps: NonNegativeInt = 0
+    schedule: Literal["constant", "linear"] = "constant"
+    """After the warm-up; `linear` falls to zero at the end of the run."""
     weight_decay: NonNegativeFloat = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     grad_clip: PositiveFloat = 1.0

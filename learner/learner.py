@@ -66,7 +66,7 @@ class Learner:
         self.policy.train()
         # dropout is the only randomness; deriving it makes a resumed run repeat it without saved generators
         torch.manual_seed(((self.run.seed * 1_000_003 + self.version) * 1_009 + self.rank) % 2**63)
-        lr = self.config.lr * min(1.0, (self.version + 1) / max(1, self.config.warmup_steps))
+        lr = self._learning_rate()
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         parts = batching.updates(batch.groups, self.config.updates_per_batch)
@@ -165,6 +165,12 @@ class Learner:
         # DeepSpeed averages gradients over ranks; the loss is a sum over them
         self.engine.backward(value * self.world_size, scale_wrt_gas=False)
         return metrics
+
+    def _learning_rate(self) -> float:
+        """Of the batch to come: a function of its number alone, so that a resumed run needs no scheduler's state."""
+        rise = min(1.0, (self.version + 1) / max(1, self.config.warmup_steps))
+        left = max(0, self.run.steps - self.version) / self.run.steps if self.config.schedule == "linear" else 1.0
+        return self.config.lr * rise * left
 
     def _apply(self) -> float:
         """Clip and update, unless the gradient is not finite. Returns its norm, infinite when it was skipped."""

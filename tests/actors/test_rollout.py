@@ -288,6 +288,22 @@ def test_leaving_the_generator_or_cancelling_its_task_aborts_the_requests(worker
     asyncio.run(scenario())
 
 
+def test_more_prompt_tokens_than_one_step_takes_are_sampled_with_their_seeds(worker, policy):
+    """vLLM would prefill the prompt at the limit in pieces, which a seeded request on a CPU does not survive."""
+
+    async def run() -> None:
+        await switch(worker, policy)
+        many = prompts(60, group_size=2, length=150)
+        assert sum(len(prompt.tokens) * 2 for prompt in many) > 2 * 8192
+        samples = await collect(worker, many)
+        assert len(samples) == 120
+        again = await collect(worker, many[:1])
+        first = [sample for sample in samples if sample.group == 0]
+        assert [sample.tokens.tolist() for sample in again] == [sample.tokens.tolist() for sample in first]
+
+    asyncio.run(run())
+
+
 def test_greedy_completions_do_not_depend_on_the_seed(worker, policy):
     async def scenario() -> None:
         await switch(worker, policy)

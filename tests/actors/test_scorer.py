@@ -431,7 +431,7 @@ def test_logits_that_are_not_finite_name_the_sample_and_keep_no_feature(
     broken = {name: np.full_like(tensor, np.inf) for name, tensor in adapters[1].tensors.items()}
     adapter = renewed(adapters[1], broken)
     scorer.load(adapter)
-    with pytest.raises(RuntimeError, match="sample 4/2: logp is not finite"):
+    with pytest.raises(FloatingPointError, match="sample 4/2: logp is not finite"):
         scorer.score([make_sample(adapter, 2, length=20, group=4)], frozenset({"logp", "delta_feature"}))
     assert scorer.features == {}
 
