@@ -141,7 +141,7 @@ class Scorer:
         `needs` names signals of `SIGNALS`; `logp` is always answered. Log-probs are those of the sampling distribution
         at rollout.temperature. `delta_feature` is kept here, for `delta_sums` and `delta_dots`. `negatives` maps each
         group to the tokens of its negative prompt. Raises RuntimeError for a version that is not resident,
-        FloatingPointError for logits that are not finite, ValueError for an unknown signal or a missing negative prompt.
+        FloatingPointError for logits that are not finite, ValueError for an unknown signal or no negative prompt.
         """
         started = time.perf_counter()
         if unknown := needs - SIGNALS:

@@ -22,6 +22,9 @@ app = typer.Typer(
     help="Train LoRA adapters by reinforcement learning, with credit assigned token by token.",
 )
 
+bench = typer.Typer(no_args_is_help=True, help="Measure this machine.")
+app.add_typer(bench, name="bench")
+
 
 @app.command()
 def train(
@@ -116,7 +119,7 @@ def score(
             report = scoring.score(request, progress)
     except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    except RuntimeError as error:
+    except (RuntimeError, FloatingPointError) as error:
         print(f"accredit: {' '.join(str(error).split())}", file=sys.stderr)
         raise typer.Exit(1) from None
     for warning in report["warnings"]:
@@ -144,6 +147,37 @@ def audit(
             table.add_row(name.replace("_", " "), json.dumps(value) if isinstance(value, dict) else str(value))
         Console().print(table)
     raise typer.Exit(0 if report["balanced"] else 1)
+
+
+@bench.command()
+def swap(
+    replicas: Annotated[int, typer.Option(help="Rollout replicas.")] = 2,
+    swaps: Annotated[int, typer.Option(help="Adapter versions to publish.")] = 100,
+    rank: Annotated[int, typer.Option(help="Of the LoRA.")] = 16,
+    shape: Annotated[str, typer.Option(help="Random weights of this size: demo or 42m.")] = "demo",
+    model: Annotated[Path | None, typer.Option(help="Folder of a model, in place of a shape.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Swap adapters under load: how long it takes, what it costs, and whether one token came from a wrong adapter."""
+    quiet()
+    if shape not in ("demo", "42m"):
+        raise ConfigError(f"--shape: got {shape!r}, expected demo or 42m")
+    from benchmarks import swap as benchmark
+
+    benchmark.main(replicas, swaps, rank, shape, model, as_json)
+
+
+@bench.command()
+def scorer(
+    repeats: Annotated[int, typer.Option(help="Measurements of each speed.")] = 5,
+    sequences: Annotated[int, typer.Option(help="Completions scored at a time.")] = 128,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What credit signals cost, against two plain forward passes."""
+    quiet()
+    from benchmarks import scorer as benchmark
+
+    benchmark.main(as_json, repeats, sequences)
 
 
 def quiet() -> None:

@@ -124,6 +124,19 @@ class Pool(Generic[H]):
             f"swap/{self.kind}_serving": len(self.serving()),
         }
 
+    async def stats(self) -> dict[str, dict[str, Any]]:
+        """What every serving member says of itself; one that does not answer is quarantined."""
+        members = self.serving()
+        answers = await asyncio.gather(*(self._stats(member, member.actor) for member in members))
+        return {member.name: answer for member, answer in zip(members, answers, strict=True) if answer is not None}
+
+    async def _stats(self, member: Member[H], actor: H | None) -> dict[str, Any] | None:
+        try:
+            return await within(LOAD_TIMEOUT_S, f"{member.name}: stats", actor.stats()) if actor else None
+        except Exception as error:
+            self.quarantine(member, actor, error)
+            return None
+
     async def _adopt_or_quarantine(self, member: Member[H], adapter: Adapter) -> float | None:
         actor = member.actor
         try:

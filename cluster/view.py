@@ -40,7 +40,7 @@ class View:
         self._title = ""
 
     def note(self, text: str) -> None:
-        self.console.print(text, highlight=False)
+        self.console.print(text, highlight=False, soft_wrap=True)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:

@@ -52,7 +52,7 @@ class FaultyWorker(RolloutWorker):
             save_file(IN_THE_FILE[self._fault](tensors), folder / "adapter_model.safetensors")
         elif self._fault == "rank of the file":
             path = folder / "adapter_config.json"
-            path.write_text(json.dumps(adapter.config | {"r": adapter.config["r"] * 2}))
+            path.write_text(json.dumps(adapter.config | {"r": adapter.config["r"] - 2}))
         elif self._fault == "previous version":
             assert self._previous is not None
             self._previous.save(folder)
@@ -71,6 +71,9 @@ class FaultyWorker(RolloutWorker):
             self._engine._llm.remove_lora(number)
         elif self._fault == "base model":
             self._engine._adapters[number] = None  # pyright: ignore[reportArgumentType]
+        elif self._fault == "previous answer":  # the slot is right, and requests go to another one
+            assert self._active is not None
+            self._engine._adapters[number] = self._engine._adapters[self._active.adapter]
         self._previous = adapter
 
 

@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cluster import pool as pool_module
+from cluster.canary import FLOOR
 from configs.schema import RunConfig
 from credit.adapter import Adapter, Canary
 from credit.trajectory import Prompt, Sample
@@ -94,49 +96,89 @@ async def sample_until(done: asyncio.Event, setting: Setting) -> list[Sample]:
     return samples
 
 
-FAULTS = [
-    ("dropped", PLAIN, "RuntimeError", "LoRAAdapterNotFoundError"),
-    ("base model", PLAIN, "Refused", "is that of the base model"),
-    ("previous version", PLAIN, "RuntimeError", "tensors in vLLM's slot are not the adapter's"),
-    ("previous version", TINY, "RuntimeError", "tensors in vLLM's slot are not the adapter's"),
-    ("tensor truncated", TINY, "RuntimeError", "o_proj.lora_B.weight: got other bytes"),
-    ("tensor zeroed", TINY, "RuntimeError", "1 of 28 tensors in vLLM's slot.*o_proj.lora_A.weight"),
-    ("tensors swapped", TINY, "RuntimeError", "2 of 28 tensors in vLLM's slot"),
-    ("module missing", TINY, "RuntimeError", "2 of 28 tensors in vLLM's slot"),
-    ("wrong digest", TINY, "ValueError", "does not match its digest"),
-    ("wrong rank", TINY, "ValueError", "got r=24 .*expected ranks .12"),
-    ("wrong targets", TINY, "ValueError", "target_modules=.'q_proj', 'v_proj'., expected .* modules .'down_proj'"),
-    ("wrong alpha", TINY, "RuntimeError", "14 of 28 tensors in vLLM's slot.*scaling"),
-    ("rank of the file", TINY, "RuntimeError", "14 of 28 tensors in vLLM's slot.*scaling"),
-    ("id reused", TINY, "RuntimeError", "an id that may have been used before"),
-    ("load raises", PLAIN, "OSError", "no space is left"),
-    ("load hangs", PLAIN, "Late", "rollout-0: v.* load: no answer within"),
-    ("killed", PLAIN, "ActorDiedError", "rollout-0 quarantined"),
+REFUSED_BY_THE_WORKER = [
+    ("previous version", RuntimeError, "28 of 28 tensors in vLLM's slot are not the adapter's"),
+    ("tensor truncated", RuntimeError, "1 of 28 tensors in vLLM's slot.*o_proj.lora_B.weight"),
+    ("tensor zeroed", RuntimeError, "1 of 28 tensors in vLLM's slot.*o_proj.lora_A.weight"),
+    ("tensors swapped", RuntimeError, "2 of 28 tensors in vLLM's slot"),
+    ("module missing", RuntimeError, "2 of 28 tensors in vLLM's slot"),
+    ("wrong digest", ValueError, "does not match its digest"),
+    ("wrong rank", ValueError, "got r=24 .*expected ranks .12"),
+    ("wrong targets", ValueError, "target_modules=.'q_proj', 'v_proj'., expected .* modules .'down_proj'"),
+    ("wrong alpha", RuntimeError, "14 of 28 tensors in vLLM's slot.*scaling"),
+    ("rank of the file", RuntimeError, "14 of 28 tensors in vLLM's slot.*scaling"),
+    ("id reused", RuntimeError, "an id that may have been used before"),
 ]
 
 
-@pytest.mark.parametrize(("fault", "scale", "error", "says"), FAULTS, ids=[f"{f}-{s}" for f, s, *_ in FAULTS])
-def test_a_fault_during_a_swap_is_named_and_counted_and_no_completion_is_wrong(
+@pytest.fixture(scope="module")
+def worker(tiny_model: Path) -> Iterator[Any]:
+    from tests.cluster.faulty_rollout import FaultyWorker
+
+    worker = FaultyWorker(run_config(max_new_tokens=16), str(tiny_model))
+    yield worker
+    worker.close()
+
+
+@pytest.mark.parametrize(("fault", "error", "says"), REFUSED_BY_THE_WORKER, ids=[f for f, *_ in REFUSED_BY_THE_WORKER])
+def test_what_no_canary_could_see_is_refused_by_reading_the_slots_back(
+    worker: Any, setting: Setting, fault: str, error: type[Exception], says: str
+):
+    good, bad = setting.adapter(TINY), setting.adapter(TINY)
+    apart = np.sqrt(np.mean((good.canary.adapted - bad.canary.adapted) ** 2))
+    assert apart < FLOOR, "a canary would tell them apart"
+
+    async def scenario() -> None:
+        await worker.load(good)
+        await worker.activate(good.version)
+        await worker.arm(fault)
+        with pytest.raises(error, match=says):
+            await worker.load(bad)
+        with pytest.raises(RuntimeError, match=f"version {bad.version} is not resident"):
+            await worker.activate(bad.version)
+        samples = [sample async for group in worker.sample(prompts(1)) for sample in group]
+        assert {sample.digest for sample in samples} == {good.digest}
+        assert (await worker.stats())["slots_taken"] == 1
+        await worker.arm("")
+        await worker.load(bad)  # the next attempt succeeds
+        await worker.activate(bad.version)
+
+    asyncio.run(scenario())
+
+
+QUARANTINED = [
+    ("dropped", "RuntimeError", "LoRAAdapterNotFoundError"),
+    ("base model", "Refused", "is that of the base model"),
+    ("previous version", "RuntimeError", "28 of 28 tensors in vLLM's slot are not the adapter's"),
+    ("previous answer", "Refused", r"is that of the version \d+"),
+    ("load raises", "OSError", "no space is left"),
+    ("load hangs", "Late", "rollout-0: v.* load: no answer within"),
+    ("killed", "ActorDiedError", "rollout-0 quarantined"),
+]
+
+
+@pytest.mark.parametrize(("fault", "error", "says"), QUARANTINED, ids=[fault for fault, *_ in QUARANTINED])
+def test_a_replica_that_fails_during_a_swap_is_named_and_counted_and_no_completion_is_wrong(
     setting: Setting,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     fault: str,
-    scale: float,
     error: str,
     says: str,
 ):
     if fault == "load hangs":
         monkeypatch.setattr(pool_module, "LOAD_TIMEOUT_S", 5.0)
-    fleet, before = setting.fleet, setting.fleet.refusals[error]
+    fleet, before = setting.fleet, setting.fleet.refusals.total()
     faulty, other = fleet.members
 
     async def scenario() -> list[Sample]:
-        await fleet.publish(setting.adapter(scale))
+        await fleet.publish(setting.adapter(PLAIN))
+        old = len(setting.adapters) - 1
         done = asyncio.Event()
         load = asyncio.create_task(sample_until(done, setting))
         assert faulty.actor is not None
         await faulty.actor.handle.arm.remote(fault)
-        adapter = setting.adapter(scale)
+        adapter = setting.adapter(PLAIN)
         metrics = await fleet.publish(adapter)
         assert metrics["swap/rollout_serving"] == 1 and other.serving and other.version == adapter.version
         assert not faulty.serving
@@ -146,15 +188,15 @@ def test_a_fault_during_a_swap_is_named_and_counted_and_no_completion_is_wrong(
         done.set()
         samples = await load
         assert faulty.version == other.version == adapter.version
-        assert {sample.version for sample in samples} <= {adapter.version, adapter.version - 1}
+        assert {sample.version for sample in samples} <= {old, adapter.version}
         assert samples[-1].version == adapter.version
         return samples
 
     with caplog.at_level(logging.WARNING, logger="accredit.pool"):
         samples = setting.runner.run(scenario())
-    assert fleet.refusals[error] == before + 1
+    assert fleet.refusals.total() == before + 1 and fleet.refusals[error] >= 1
     (named,) = [record.getMessage() for record in caplog.records if "quarantined" in record.getMessage()]
-    assert named.startswith("rollout-0 quarantined")
+    assert named.startswith(f"rollout-0 quarantined: {error}: ")
     assert re.search(says, named), named
     assert len(samples) >= 16 and setting.wrong(samples) == []
 
