@@ -18,11 +18,10 @@ from configs.schema import RunConfig
 NEGATIVE = "{{ prompt[::-1] }}"
 """The demo's model understands no instruction; the question read backwards is another question of the same kind."""
 SHARPENED = ("surprisal", "entropy_reduction", "divergence", "arca")
-QUADRANTS = ("PHR", "PLR", "NHR", "NLR")
 
 
 def entries() -> dict[str, dict[str, Any]]:
-    """Name -> credit settings: each method, p = 1 and 2 where it has a p, each with its permuted control."""
+    """Name -> credit settings: each method, p = 1 and 2 where it has a p, and the permuted control of each method."""
     methods: dict[str, dict[str, Any]] = {"uniform": {}}
     for name in SHARPENED:
         methods[f"{name} p=1"] = {"method": name}
@@ -31,11 +30,13 @@ def entries() -> dict[str, dict[str, Any]]:
     methods["gcpo"] = {"method": "gcpo", "negative": NEGATIVE}
     methods["delta"] = {"method": "delta"}
     methods["eapo"] = {"method": "eapo"}
-    methods["eapo multiplicative"] = {"method": "eapo", "options": {"multiplicative": True}}
     methods["ibpo"] = {"method": "ibpo", "options": {"references": 1}}
-    permuted = {f"{name}, permuted": {**credit, "permute": True} for name, credit in methods.items() if credit}
-    masks = {f"uniform, {quadrant} only": {"quadrant": quadrant} for quadrant in QUADRANTS}
-    return methods | permuted | masks
+    permuted = {
+        f"{name}, permuted": {**credit, "permute": True}
+        for name, credit in methods.items()
+        if credit and "sharpening" not in credit and name != "ibpo"
+    }
+    return methods | permuted
 
 
 def main(

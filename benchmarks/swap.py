@@ -59,7 +59,12 @@ def main(replicas: int, swaps: int, rank: int, shape: str, model: Path | None, j
         asyncio.run(bench.measure(swaps, lambda: progress.advance(task)))
         scored = progress.add_task("scoring again", total=len(bench.samples))
         tokens = bench.score_again(lambda count: progress.advance(scored, count))
-    report = {"machine": machine.describe() | {"loadavg": psutil.getloadavg()[0]}, "model": shape, **bench.report(), **tokens}
+    report = {
+        "machine": machine.describe() | {"loadavg": psutil.getloadavg()[0]},
+        "model": shape,
+        **bench.report(),
+        **tokens,
+    }
     if json:
         print(jsonlib.dumps(report, indent=1))
     else:

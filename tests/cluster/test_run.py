@@ -171,16 +171,18 @@ GSM8K = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
 def test_groups_without_signal_on_real_questions_are_counted_and_not_an_error(
     cluster: None, tiny_model: Path, tmp_path: Path
 ):
-    """A random model answers no GSM8K question: every group's rewards are equal, and the policy stays as it is."""
-    overrides = [f"model.path={tiny_model}", f"data.path={GSM8K}", f"out={tmp_path}", "steps=2", "learner.cpus=0.1"]
+    """A random model hardly ever answers a GSM8K question: most groups have equal rewards."""
+    overrides = [f"model.path={tiny_model}", f"data.path={GSM8K}", f"out={tmp_path}", "steps=2"]
     run = load("configs/gsm8k.yaml", overrides)
     train(run)
-    steps = records(run.folder)
-    assert [record["groups/no_signal"] for record in steps] == [1.0, 1.0]
-    assert [record["learner/updates"] for record in steps] == [0, 0]
-    row = trajectories(run.folder)[0]
-    assert "Think step by step" in row["prompt"]
-    assert adapter(run.folder, 0).keys() == adapter(run.folder, 2).keys()
-    assert all(
-        np.array_equal(adapter(run.folder, 0)[name], adapter(run.folder, 2)[name]) for name in adapter(run.folder, 0)
-    )
+    rows = trajectories(run.folder)
+    assert all("Think step by step" in row["prompt"] for row in rows)
+    for record in records(run.folder):
+        groups: dict[int, set[float]] = {}
+        for row in rows:
+            if row["step"] == record["step"]:
+                groups.setdefault(row["group"], set()).add(row["reward"])
+        without_signal = sum(len(rewards) == 1 for rewards in groups.values())
+        assert without_signal > 0
+        assert record["groups/no_signal"] == without_signal / len(groups) == without_signal / 4
+    assert adapter(run.folder, 2).keys() == adapter(run.folder, 0).keys()
