@@ -77,6 +77,7 @@ class Counters:
     generated_tokens: int = 0
     cached_tokens: int = 0
     loads: int = 0
+    most_resident: int = 0  # versions at once
     load_s: float = 0.0  # of the last load: reading the adapter into its slot and back, between two steps
     proof_s: float = 0.0  # of it: reading back
     canary_s: float = 0.0  # of the last canary
@@ -348,6 +349,7 @@ class RolloutWorker:
             raise
         self._residents[adapter.version] = Resident(adapter.version, adapter.digest, number)
         self._count.loads += 1
+        self._count.most_resident = max(self._count.most_resident, len(self._residents))
         self._count.load_s, self._count.proof_s = time.perf_counter() - start, time.perf_counter() - read
 
     def _activate(self, version: int) -> None:
@@ -397,6 +399,7 @@ class RolloutWorker:
         return {
             "active": None if self._active is None else self._active.version,
             "resident": {resident.version: resident.requests for resident in self._residents.values()},
+            "most_resident": count.most_resident,
             "requests": len(self._groups),
             "steps": count.steps,
             "generated_tokens": count.generated_tokens,

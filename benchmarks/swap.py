@@ -198,7 +198,7 @@ class Bench:
                 "longest engine step, without": _spread([r["longest_step_s"] for r in self.quiet]),
             },
             "aborted": sum(replica["aborted"] for replica in last["replicas"].values()),
-            "resident_max": max(len(r["resident"]) for r in replicas),
+            "resident_max": max(r["most_resident"] for r in replicas),
             "requests_per_version": _spread(list(used.values())),
             "refused": dict(fleet.refusals + self.scorers.refusals),
             "verdicts": {v: c for v, c in fleet.verdicts.items() if v == "proved"}

@@ -14,7 +14,7 @@ Nothing here knows Ray: the stages are coroutines, with their own deadlines. An 
 import asyncio
 import hashlib
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -72,8 +72,32 @@ class Tally:
 
     dropped: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     tokens: int = 0
+
+
+class Busy:
+    """Seconds in which at least one group is in a stage, however many overlap there."""
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._since = self._seconds = 0.0
+
+    def __enter__(self) -> None:
+        if not self._inside:
+            self._since = time.monotonic()
+        self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._inside -= 1
+        if not self._inside:
+            self._seconds += time.monotonic() - self._since
+
+    def take(self) -> float:
+        """The seconds since the last `take`."""
+        now = time.monotonic()
+        seconds = self._seconds + (now - self._since if self._inside else 0.0)
+        self._since, self._seconds = now, 0.0
+        return seconds
 
 
 class Loop:
@@ -87,6 +111,7 @@ class Loop:
         self._slots = asyncio.Semaphore(min(run.max_staleness + 1, run.steps - version) * self.batch_size)
         self._ready: asyncio.Queue[Group] = asyncio.Queue()  # bounded by the slots
         self._tally = Tally()
+        self._sampling, self._rewarding, self._crediting = Busy(), Busy(), Busy()
         self._drops_in_a_row = 0
 
     async def train(self, log: Callable[[int, Metrics, list[Group], Batch], Awaitable[None]]) -> None:
@@ -121,7 +146,6 @@ class Loop:
     async def _wave(self, groups: list[int]) -> None:
         """Sample the groups, finish each as it completes. Dropped groups are replaced when the whole wave is over."""
         prompts = {group: self.stages.prompt(group) for group in groups}
-        began = time.monotonic()
         finishing: list[asyncio.Task[bool]] = []
         async with asyncio.TaskGroup() as tasks:
 
@@ -129,8 +153,8 @@ class Loop:
                 self._tally.tokens += sum(int(sample.mask.sum()) for sample in samples)
                 finishing.append(tasks.create_task(self._finish(prompts[samples[0].group], samples)))
 
-            await self.stages.sample(list(prompts.values()), done)
-            self._tally.seconds["sample"] += time.monotonic() - began
+            with self._sampling:
+                await self.stages.sample(list(prompts.values()), done)
         if len(finishing) != len(groups):
             raise RuntimeError(f"loop: {len(groups)} groups were to be sampled, got {len(finishing)}: {groups}")
         kept = sum(task.result() for task in finishing)
@@ -141,9 +165,8 @@ class Loop:
         """Reward and signals of one sampled group. False when it was dropped."""
         version, digest = samples[0].version, samples[0].digest
         self.ledger.sampled(prompt.group, version, digest)
-        began = time.monotonic()
-        rewards = await self.stages.reward(prompt, samples)
-        self._tally.seconds["reward"] += time.monotonic() - began
+        with self._rewarding:
+            rewards = await self.stages.reward(prompt, samples)
         trajectories: list[Trajectory] = []
         for sample, reward in zip(samples, rewards, strict=True):
             if isinstance(reward, str):
@@ -155,14 +178,13 @@ class Loop:
             return self._drop(prompt.group, "fewer than two completions have a reward")
         if self._stale(version):
             return self._drop(prompt.group, "stale")
-        began = time.monotonic()
         try:
-            signals = await self.stages.signals(prompt, trajectories)
+            with self._crediting:
+                signals = await self.stages.signals(prompt, trajectories)
         except Stale:
             return self._drop(prompt.group, "stale")
         except FloatingPointError:
             return self._drop(prompt.group, "a signal is not finite")
-        self._tally.seconds["credit"] += time.monotonic() - began
         self.ledger.scored(prompt.group, version, digest)
         await self._ready.put(Group(prompt=prompt, trajectories=trajectories, signals=signals))
         return True
@@ -240,7 +262,7 @@ class Loop:
             "groups/dropped": tally.dropped.total(),
             "samples/failed": tally.failed.total(),
             "queue/ready": self._ready.qsize(),
-            "time/sample_s": tally.seconds["sample"],
-            "time/reward_s": tally.seconds["reward"],
-            "time/credit_s": tally.seconds["credit"],
+            "time/sample_s": self._sampling.take(),
+            "time/reward_s": self._rewarding.take(),
+            "time/credit_s": self._crediting.take(),
         }

@@ -51,7 +51,7 @@ class Publisher:
             "swap/slot_load_s": max((replica["load_s"] for replica in stats.values()), default=0.0),
             "swap/proof_s": max((replica["proof_s"] for replica in stats.values()), default=0.0),
             "swap/canary_s": max((replica["canary_s"] for replica in stats.values()), default=0.0),
-            "swap/resident": max((len(replica["resident"]) for replica in stats.values()), default=0),
+            "swap/resident": max((replica["most_resident"] for replica in stats.values()), default=0),
         }
 
     def _keep(self, adapter: Adapter) -> None:

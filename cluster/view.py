@@ -131,7 +131,7 @@ class View:
             table.add_column(ratio=1)
         cells = [
             ("reward", f"{m['reward/mean']:.3f}", f"mean {self._moving():.3f}"),
-            ("accuracy", f"{m['reward/accuracy']:.3f}", f"{m['groups/no_signal']:.0f} groups without signal"),
+            ("accuracy", f"{m['reward/accuracy']:.3f}", f"{m['groups/no_signal']:.0%} of groups without signal"),
             ("tokens/s", f"{self._rate():,.0f}", f"length {m['rollout/length_mean']:.1f}"),
             ("gini", f"{m['credit/gini']:.3f}", "of the credit"),
             ("effective tokens", f"{m['credit/effective_token_ratio']:.3f}", "1 = uniform"),
@@ -147,7 +147,7 @@ class View:
         for i in range(0, len(rendered), 3):
             table.add_row(*rendered[i : i + 3])
         seconds = [
-            ("sample", m["time/wait_s"]),
+            ("sample", m["time/sample_s"]),
             ("credit", m["time/credit_s"]),
             ("learn", m["time/learn_s"]),
             ("swap", m["time/publish_s"]),

@@ -53,11 +53,16 @@ def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, adapter: tuple[Adapter, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of vLLM's own server, which knows nothing of this project."""
+    """The address of vLLM's own server, which knows nothing of this project.
+
+    The module is what `vllm serve` runs. The command itself asks for the version of a distribution called vllm, which
+    builds for CPUs do not have.
+    """
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [
-        str(Path(sys.executable).with_name("vllm")), "serve", str(tiny_model), "--served-model-name", "base",
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny_model),
+        "--served-model-name", "base",
         "--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"ours={adapter[1]}",
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "64",
         "--max-num-seqs", "4", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20),
