@@ -60,6 +60,7 @@ class Group:
     prompt: Prompt
     trajectories: list[Trajectory]
     signals: list[Signals]
+    rewarded_at: float  # monotonic seconds: from here on, waiting for this group is waiting for credit
 
     @property
     def version(self) -> int:
@@ -73,6 +74,7 @@ class Tally:
     dropped: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
+    credit_stall_s: float = 0.0  # the learner idle, for want of nothing but a group's signals
 
 
 class Busy:
@@ -178,6 +180,7 @@ class Loop:
             return self._drop(prompt.group, "fewer than two completions have a reward")
         if self._stale(version):
             return self._drop(prompt.group, "stale")
+        rewarded_at = time.monotonic()
         try:
             with self._crediting:
                 signals = await self.stages.signals(prompt, trajectories)
@@ -186,7 +189,7 @@ class Loop:
         except FloatingPointError:
             return self._drop(prompt.group, "a signal is not finite")
         self.ledger.scored(prompt.group, version, digest)
-        await self._ready.put(Group(prompt=prompt, trajectories=trajectories, signals=signals))
+        await self._ready.put(Group(prompt=prompt, trajectories=trajectories, signals=signals, rewarded_at=rewarded_at))
         return True
 
     def _stale(self, version: int) -> bool:
@@ -209,7 +212,9 @@ class Loop:
         stages = run.rollout.timeout_s + run.reward.timeout_s + run.credit.timeout_s
         while len(groups) < self.batch_size:
             what, limit = "loop: the next scored group", PATIENCE * (START_TIMEOUT_S + stages)
+            idle_since = time.monotonic()
             group = await within(limit, what, self._ready.get())
+            self._tally.credit_stall_s += max(0.0, time.monotonic() - max(idle_since, group.rewarded_at))
             if self._stale(group.version):
                 self._drop(group.prompt.group, "stale")
                 self._slots.release()
@@ -265,4 +270,5 @@ class Loop:
             "time/sample_s": self._sampling.take(),
             "time/reward_s": self._rewarding.take(),
             "time/credit_s": self._crediting.take(),
+            "time/credit_stall_s": tally.credit_stall_s,
         }
