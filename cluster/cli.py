@@ -32,6 +32,10 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Settings to change: credit.method=arca steps=20")
     ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(help="A setting that may differ from those the run began with: steps. May be repeated."),
+    ] = None,
 ) -> None:
     """Train, or go on training where the run's folder already holds this configuration."""
     quiet()
@@ -47,7 +51,7 @@ def train(
     view = View()
     with view.making("demo base model") as progress:
         given = inputs(run, progress)
-    check_folder(run)
+    check_folder(run, allow or [])
     with view.waiting("starting Ray"):
         address = remote.connect(run)
     make_folder(run)
@@ -135,10 +139,13 @@ def audit(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Account for every prompt group: issued = trained + dropped + open. Exit code 1 when it does not balance."""
-    from cluster.ledger import audit as audit_ledger
+    """Account for every prompt group: issued = trained + dropped + open; check checkpoints and adapters on disk.
 
-    report = audit_ledger(run / "ledger.sqlite")
+    Exit code 1 when it does not balance.
+    """
+    from cluster.checkpoints import audit as audit_run
+
+    report = audit_run(run)
     if as_json:
         print(json.dumps(report, indent=1))
     else:
@@ -180,11 +187,50 @@ def scorer(
     benchmark.main(as_json, repeats, sequences)
 
 
+@bench.command()
+def methods(
+    out: Annotated[Path, typer.Option(help="Folder for the runs; those that are there are not trained again.")] = Path(
+        "runs/methods"
+    ),
+    seeds: Annotated[int, typer.Option(help="Runs of each method.")] = 3,
+    steps: Annotated[int, typer.Option(help="Of each run.")] = 24,
+    only: Annotated[list[str] | None, typer.Option(help="A row of the table. May be repeated.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Train the demo with every credit method and its permuted control: accuracy with its spread, concentration."""
+    quiet()
+    from benchmarks import methods as benchmark
+
+    known = benchmark.entries()
+    if unknown := sorted(set(only or []) - set(known)):
+        raise ConfigError(f"--only: got {unknown}, expected some of: {'; '.join(known)}")
+    benchmark.main(out, seeds, steps, only, as_json)
+
+
+@bench.command()
+def chaos(
+    kills: Annotated[int, typer.Option(help="SIGKILLs of each kind.")] = 20,
+    steps: Annotated[int, typer.Option(help="Of each run that is killed.")] = 150,
+    minutes: Annotated[float, typer.Option(help="Begin no kill after that.")] = 90.0,
+    out: Annotated[Path, typer.Option(help="Folder for the runs, a new one.")] = Path("runs/chaos"),
+    seed: Annotated[int, typer.Option(help="Of the moments and the victims.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Kill every kind of process at random moments, and count what is lost: nothing."""
+    quiet()
+    if (out / "reference").exists():
+        raise ConfigError(f"--out: {out} holds the runs of an earlier benchmark: choose another folder")
+    from benchmarks import chaos as benchmark
+
+    benchmark.main(kills, steps, minutes, out, seed, as_json)
+
+
 def quiet() -> None:
     """The view owns the terminal: what libraries say at import goes to log files or nowhere."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if not Path("/dev/nvidiactl").exists():  # else DeepSpeed warns that it found no accelerator
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 

@@ -8,11 +8,14 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 import credit
 from actors.demo import demo_base
+from actors.negatives import render_negative
 from actors.tasks import Task, check_prompts, make_task
 from configs.schema import ArithmeticData, ConfigError, CreditConfig, RunConfig
 from learner.lora import check_targets
 from learner.loss import LOSSES
 
+CHECKED_NEGATIVES = 1000
+"""Negative prompts rendered before anything starts: a bad template fails on the first, an odd row soon after."""
 Progress = Callable[[float, str], None]
 
 
@@ -58,6 +61,9 @@ def _inputs(run: RunConfig, progress: Progress) -> Inputs:
         )
     check_targets(model, run.lora.targets)
     check_prompts(task, tokenizer, run.data, run.model.max_length - run.rollout.max_new_tokens)
+    if run.credit.negative is not None:
+        for group in range(min(len(task), CHECKED_NEGATIVES)):
+            render_negative(task.row(group), tokenizer, run.data, run.credit.negative)
     return Inputs(model=model, tokenizer=tokenizer, task=task)
 
 

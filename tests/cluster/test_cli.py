@@ -54,6 +54,14 @@ BAD = {
     "unknown option": (["credit.options={q: 1}"], ["credit.options", "'q'"]),
     "unknown advantage": (["credit.advantage=ppo"], ["ppo", "grpo"]),
     "gcpo without a negative prompt": (["credit.method=gcpo"], ["credit.negative", "gcpo"]),
+    "empty negative prompt": (
+        ["credit.method=gcpo", "credit.negative={{ prompt[:0] }}"],
+        ["credit.negative", "renders empty", "'empty'"],
+    ),
+    "unknown column in the negative prompt": (
+        ["credit.method=gcpo", "credit.negative={{ solution }} no"],
+        ["credit.negative", "solution", "answer"],
+    ),
     "unknown loss": (["learner.loss.name=pg"], ["learner.loss.name", "'pg'", "ppo_clip"]),
     "too few slots": (["rollout.min_replicas=9"], ["rollout.min_replicas", "9"]),
 }

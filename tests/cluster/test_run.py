@@ -22,7 +22,6 @@ pytestmark = pytest.mark.ray
 @pytest.fixture(scope="module")
 def cluster(tiny_model: Path) -> Iterator[None]:
     import ray
-
     from cluster import remote
 
     remote.connect(config(tiny_model, Path("/nowhere"), "probe"), dashboard=False)
@@ -30,12 +29,12 @@ def cluster(tiny_model: Path) -> Iterator[None]:
     ray.shutdown()
 
 
-def config(model: Path, out: Path, name: str, **changes) -> RunConfig:
+def config(base: Path, out: Path, name: str, **changes) -> RunConfig:
     settings = {
         "name": name,
         "out": str(out),
         "steps": 4,
-        "model": {"path": str(model), "max_length": 64},
+        "model": {"path": str(base), "max_length": 64},
         "lora": {"r": 4, "alpha": 8},
         "data": {"task": "arithmetic", "heldout": 8},
         "reward": {"function": "tests.rewards.letters"},
