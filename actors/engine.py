@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -36,6 +37,7 @@ from vllm.config.lora import MaxLoRARanks  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.exceptions import VLLMError  # noqa: E402
 from vllm.logprobs import FlatLogprobs  # noqa: E402
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
@@ -187,13 +189,18 @@ class Engine:
         """Read an adapter back from the memory that forward passes use. Raises RuntimeError where it differs.
 
         Bit for bit, in the slots' dtype: A as in `tensors`, B times alpha / r of the run's config, 0 elsewhere. Each
-        worker of a tensor-parallel engine holds a part of every tensor, which is not compared.
+        worker of a tensor-parallel engine holds a part of every tensor, and fused experts are laid out otherwise: there
+        nothing is compared.
         """
         if self._run.rollout.tensor_parallel > 1:
             return
-        (slot,) = self._llm.collective_rpc(_slot, args=(adapter,))
+        (slot,) = self._llm.collective_rpc(partial(_slot, adapter=adapter))
+        if slot is None:
+            return
         if lost := sorted(tensors.keys() - slot.keys()):
-            raise RuntimeError(f"rollout: adapter id {adapter}: {lost[0]} has no place in vLLM's slots: it is not served")
+            raise RuntimeError(
+                f"rollout: adapter id {adapter}: {lost[0]} has no place in vLLM's slots: it is not served"
+            )
         scaling = self._run.lora.alpha / self._run.lora.r
         wrong = [name for name, held in slot.items() if not _holds(held, tensors.get(name), "lora_B" in name, scaling)]
         if wrong:
@@ -217,15 +224,21 @@ class Engine:
         self._llm.engine_core.shutdown()
 
 
-def _slot(worker: Any, adapter: int) -> dict[str, torch.Tensor]:
-    """The padded tensors of the slot that an adapter is in, under PEFT's names. Runs in vLLM's worker."""
+def _slot(worker: Any, adapter: int) -> dict[str, torch.Tensor] | None:
+    """The padded tensors of the slot that an adapter is in, under PEFT's names. Runs in vLLM's worker.
+
+    None where a module does not hold one pair of matrices for each of its parts.
+    """
     manager = worker.model_runner.lora_manager._adapter_manager
     if adapter not in manager.lora_index_to_id:
         raise RuntimeError(f"rollout: adapter id {adapter}: in no slot of vLLM's: it is not served")
     index = manager.lora_index_to_id.index(adapter)
     tensors = {}
     for name, module in manager.modules.items():
-        for i, part in enumerate(manager.packed_modules.get(name, [name])):
+        parts = manager.packed_modules.get(name, [name])
+        if not isinstance(module, BaseLinearLayerWithLoRA) or len(parts) != len(module.lora_a_stacked):
+            return None
+        for i, part in enumerate(parts):
             tensors[f"base_model.model.{part}.lora_A.weight"] = module.lora_a_stacked[i][index, 0]
             tensors[f"base_model.model.{part}.lora_B.weight"] = module.lora_b_stacked[i][index, 0]
     return tensors

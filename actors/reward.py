@@ -6,6 +6,7 @@ score(prompt, completions, columns) ──▶ a free child ──▶ [0.0, 1.0, 
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -15,6 +16,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+log = logging.getLogger("accredit.reward")
+
+ATTEMPTS = (
+    2  # children that one group may cost: what kills the child (memory, a crash) may have been the machine's doing
+)
 KINDS = ("raised", "timeout", "wrong length", "not a number", "died")
 START_TIMEOUT_S = 60.0  # to import the reward's module
 EXIT_TIMEOUT_S = 5.0  # for a process to be gone after it was killed or closed its pipes
@@ -26,8 +32,8 @@ class RewardPool:
     served.
 
     Each call has `timeout_s` seconds from the moment that a child takes it. A child that is late or dead is killed with
-    all that it started, and replaced. Children have an empty home folder and of the environment only PATH, PYTHONPATH
-    and LANG. Belongs to the event loop that it was started in.
+    all that it started, and replaced; the group of one that died is asked once more. Children have an empty home folder
+    and of the environment only PATH, PYTHONPATH and LANG. Belongs to the event loop that it was started in.
     """
 
     def __init__(self, function: str, workers: int, timeout_s: float) -> None:
@@ -58,13 +64,19 @@ class RewardPool:
         line = json.dumps(request, default=str).encode() + b"\n"
         child = await self._free.get()
         answered = False
+        rewards: list[float | str] = []
         try:
-            if self._closed:
-                raise RuntimeError("reward pool: closed, got a group to score")
-            if child is None or child.returncode is not None:  # killed, or dead since its last answer
-                child = await self._spawn()
-            rewards = await self._ask(child, line, len(completions))
-            answered = child.returncode is None and not self._closed
+            for _ in range(ATTEMPTS):
+                if self._closed:
+                    raise RuntimeError("reward pool: closed, got a group to score")
+                if child is None or child.returncode is not None:  # killed, or dead since its last answer
+                    child = await self._spawn()
+                rewards = await self._ask(child, line, len(completions))
+                answered = child.returncode is None and not self._closed
+                if self._closed or not str(rewards[0]).startswith("died"):
+                    break
+                log.warning("reward: a child %s, its group goes to another", rewards[0])
+                await self._kill(child)
         finally:  # a cancelled call, too, leaves a reply behind that is not for the next group
             if child and not answered:
                 await self._kill(child)
@@ -110,6 +122,22 @@ class RewardPool:
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     async def _spawn(self) -> Process:
+        why = ""
+        for _ in range(ATTEMPTS):
+            child, reply = await self._begin()
+            if "ready" in reply:
+                return child
+            why = reply.get("error") or f"the process ended at once: {await self._last_words(child)}"
+            await self._kill(child)
+            if "error" in reply or self._closed:
+                break
+        raise ValueError(
+            f"reward.function: {self._function!r} cannot be used: {why}; expected the dotted path of "
+            f"f(prompts, completions, **columns) that takes the task's columns"
+        )
+
+    async def _begin(self) -> tuple[Process, dict[str, Any]]:
+        """A new child and what it says first: nothing when it ended at once."""
         arguments = ["-m", "actors.reward_child", self._function, json.dumps(self._columns)]
         child = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -132,14 +160,7 @@ class RewardPool:
                 reply = json.loads(await child.stdout.readline() or "{}")
         except TimeoutError:
             reply = {"error": f"its import took longer than {START_TIMEOUT_S:g} s"}
-        if "ready" not in reply:
-            why = reply.get("error") or f"the process ended at once: {await self._last_words(child)}"
-            await self._kill(child)
-            raise ValueError(
-                f"reward.function: {self._function!r} cannot be used: {why}; expected the dotted path of "
-                f"f(prompts, completions, **columns) that takes the task's columns"
-            )
-        return child
+        return child, reply
 
     async def _kill(self, child: Process) -> None:
         """SIGKILL to the child's whole group, also when the child itself is gone already."""

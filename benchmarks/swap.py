@@ -157,15 +157,20 @@ class Bench:
         published = time.monotonic()
         await self._wave()  # as the loop does: what waits for the version is submitted at once
         stats = await self.fleet.stats()
-        credit = await self.scorers.stats()
-        learner = await remote.answer(self.learners.ranks[0].__ray_call__.remote(_rss))
+        actors: dict[str, Any] = {m.name: m.actor for m in (*self.fleet.members, *self.scorers.members)}
+        handles = {name: actor.handle for name, actor in actors.items()} | {"learner": self.learners.ranks[0]}
+        memory = await asyncio.gather(*(remote.answer(h.__ray_call__.remote(_memory)) for h in handles.values()))
         return {
             "step_s": stepped - began,
             "publish_s": published - stepped,
             "first_token_s": {name: replica["versions"][version][1] - ended for name, replica in stats.items()},
             "metrics": metrics,
             "replicas": stats,
-            "rss": {name: s["rss_bytes"] for name, s in (stats | credit).items()} | {"learner": learner},
+            "memory": {
+                f"{name} {kind}": parts[kind]
+                for name, parts in zip(handles, memory, strict=True)
+                for kind in ("own", "object store")
+            },
         }
 
     def report(self) -> dict[str, Any]:
@@ -204,11 +209,12 @@ class Bench:
             "verdicts": {v: c for v, c in fleet.verdicts.items() if v == "proved"}
             | {"indistinguishable": sum(c for v, c in fleet.verdicts.items() if v != "proved")},
             "restarts": fleet.restarts + self.scorers.restarts + self.learners.restarts,
-            "memory": {name: _growth([s["rss"][name] for s in self.swaps]) for name in last["rss"]},
+            "memory": {name: _growth([s["memory"][name] for s in self.swaps]) for name in last["memory"]},
         }
 
     def score_again(self, done: Any) -> dict[str, Any]:
         """Compare every completion with its named version and with the version before, in this process."""
+        torch.set_num_threads(1)  # threads that wait for each other crawl on a busy machine
         scorer = Scorer(self.run, self.model)
         worst, wrong, alike, tokens = 0.0, 0, 0, 0
         scorer.load(self.adapters[0])
@@ -260,8 +266,11 @@ def _differences(scorer: Scorer, samples: list[Sample], adapter: Adapter) -> lis
     return [np.abs(s.logprobs - values["logp"])[s.mask] for s, values in zip(samples, signals, strict=True)]
 
 
-def _rss(_: Any) -> int:
-    return psutil.Process().memory_info().rss
+def _memory(_: Any) -> dict[str, int]:
+    """Resident bytes: the process's own, and pages of Ray's object store, which all actors share and Ray bounds."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    own, shared = (int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
+    return {"own": own, "object store": shared}
 
 
 def _spread(values: list[float]) -> dict[str, float]:
@@ -279,7 +288,9 @@ def _growth(rss: list[int]) -> dict[str, Any]:
     slope = float(x @ blocks / (x @ x))
     residuals = np.array(blocks) - np.mean(blocks) - slope * x
     error = float(np.sqrt(residuals @ residuals / (len(blocks) - 2) / (x @ x)))
-    low, high = slope - 2.02 * error, slope + 2.02 * error  # Student's t at the 43 degrees of freedom of 500 swaps
+    free = len(blocks) - 2
+    t = 1.96 + 2.372 / free + 2.823 / free**2  # Student's, 97.5 %: Cornish-Fisher expansion in 1 / degrees of freedom
+    low, high = slope - t * error, slope + t * error
     return result | {"bytes_per_swap": slope, "interval": [low, high], "flat": low <= 0 <= high}
 
 

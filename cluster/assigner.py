@@ -13,7 +13,7 @@ from torch import Tensor
 import credit
 from actors.negatives import render_negative
 from actors.tasks import Row, render
-from cluster.fleet import Fleet, Scorers
+from cluster.fleet import ATTEMPTS, Fleet, Lost, Scorers
 from cluster.ledger import Ledger
 from cluster.loop import Group, sampling_seed
 from configs.schema import RunConfig
@@ -49,11 +49,16 @@ class Assigner:
         self.row, self.tokenizer, self.scorers, self.fleet = row, tokenizer, scorers, fleet
         self.reward, self.ledger = reward, ledger
         self._revisions: dict[Key, list[Revision]] = {}
+        self._versions: dict[Key, int] = {}  # of every trajectory for which something is kept
 
     async def signals(self, prompt: Prompt, trajectories: list[Trajectory]) -> list[Signals]:
         """The signals of one group's trajectories, in their order."""
+        self._versions |= {(row.group, row.index): row.version for row in trajectories}
         if self.chosen.method == "ibpo":
             await self._revise(prompt, trajectories)
+        return await self._score(prompt, trajectories)
+
+    async def _score(self, prompt: Prompt, trajectories: list[Trajectory]) -> list[Signals]:
         negatives = None
         if self.chosen.negative is not None and self.needs & {"logp_negative", "kl_negative"}:
             row = self.row(prompt.group)
@@ -61,11 +66,31 @@ class Assigner:
         return await self.scorers.score(list(trajectories), self.needs, negatives)
 
     async def assign(self, groups: list[Group], step: int) -> tuple[Batch, dict[str, float]]:
-        """The batch of step `step` and its diagnostics, computed off the event loop."""
+        """The batch of step `step` and its diagnostics, computed off the event loop.
+
+        DelTA's features stay on the credit actors; those that died with theirs are computed again.
+        """
+        keys = {group.prompt.group: [(row.group, row.index) for row in group.trajectories] for group in groups}
+        attempt = 1
+        while True:
+            for group in groups:
+                if "delta_feature" in self.needs and not self.scorers.keeps(keys[group.prompt.group]):
+                    await self._score(group.prompt, group.trajectories)
+            try:
+                result = await self._assign(groups, step)
+                break
+            except Lost:
+                if attempt == ATTEMPTS:
+                    raise
+                attempt += 1
+        await self._forget([key for group in keys.values() for key in group], step)
+        return result
+
+    async def _assign(self, groups: list[Group], step: int) -> tuple[Batch, dict[str, float]]:
         rows = [row for group in groups for row in group.trajectories]
         keys = [(row.group, row.index) for row in rows]
         chosen = self.chosen
-        result = await asyncio.to_thread(
+        return await asyncio.to_thread(
             credit.assign,
             rows,
             [row for group in groups for row in group.signals],
@@ -82,11 +107,16 @@ class Assigner:
             version=step - 1,
             correct=self.run.reward.correct,
         )
-        for key in keys:
+
+    async def _forget(self, trained: list[Key], step: int) -> None:
+        """What was kept for the trained trajectories, and for those that are too old to be trained any more."""
+        oldest = step - self.run.max_staleness
+        done = [*trained, *(key for key, version in self._versions.items() if version < oldest)]
+        for key in done:
             self._revisions.pop(key, None)
+            self._versions.pop(key, None)
         if "delta_feature" in self.needs:
-            await self.scorers.delta_clear(keys)
-        return result
+            await self.scorers.delta_clear(list(dict.fromkeys(done)))
 
     def _delta(self, groups: list[Group]) -> Feature:
         """DelTA's two views of features that stay on the credit actors; called from the thread that assigns."""

@@ -5,8 +5,10 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from cluster.ledger import Ledger, Step
+from cluster.ledger import audit as audit_ledger
 
 log = logging.getLogger("accredit.checkpoints")
 
@@ -88,6 +90,29 @@ class Checkpoints:
 
     def _sealed(self) -> list[Path]:
         return sorted(self.folder.glob("[0-9]*"))
+
+
+def audit(run: Path) -> dict[str, Any]:
+    """The ledger's audit, and whether the checkpoints and adapters on disk are what it says.
+
+    Every committed step has an adapter, but the last may lack it: it is exported again when the run goes on. A
+    checkpoint newer than the last step is no fault: a crash left it between the rename and the transaction. Raises as
+    `ledger.audit`.
+    """
+    report = audit_ledger(run / "ledger.sqlite")
+    committed = report.pop("checkpoints")
+    steps = sorted(committed)
+    on_disk = {path.name: path for path in (run / "checkpoints").glob("[0-9]*") if int(path.name) in committed}
+    damaged = [name for name, path in sorted(on_disk.items()) if content_digest(path) != committed[int(name)]]
+    missing = [step for step in steps[:-1] if not (run / f"adapters/v{step:06d}/adapter_model.safetensors").exists()]
+    report |= {
+        "checkpoints_checked": len(on_disk),
+        "checkpoints_damaged": damaged,
+        "checkpoint_of_last_step": not steps or f"{steps[-1]:06d}" in on_disk,
+        "adapters_missing": missing,
+    }
+    report["balanced"] &= not damaged and not missing and report["checkpoint_of_last_step"]
+    return report
 
 
 def content_digest(folder: Path) -> str:

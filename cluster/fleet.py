@@ -1,8 +1,10 @@
 """The two pools: rollout replicas that sample, credit actors that look inside the model."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import nullcontext
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -10,6 +12,8 @@ from cluster.deadline import within
 from cluster.pool import Holder, Member, Pool
 from configs.schema import RunConfig
 from credit.trajectory import Prompt, Sample, Signals
+
+log = logging.getLogger("accredit.fleet")
 
 ATTEMPTS = 3
 """Times that the same work is tried on a live member before the run ends: what kills every member must not go on."""
@@ -19,8 +23,14 @@ class Stale(RuntimeError):
     """A version so old that the actors have unloaded it."""
 
 
+class Lost(RuntimeError):
+    """DelTA features that died with the credit actor that kept them."""
+
+
 Key = tuple[int, int]
 """(group, index) of a trajectory."""
+
+T = TypeVar("T")
 
 
 class Replica(Holder, Protocol):
@@ -37,26 +47,33 @@ class Scorer(Holder, Protocol):
 
 
 class Fleet(Pool[Replica]):
-    """Rollout replicas."""
+    """Rollout replicas.
+
+    The last bits of a log-prob depend on what else is in the batch. A synchronous run promises bits, so there the
+    prompts are dealt into one share for each configured replica however many serve, a share meets no other request on
+    its replica, and what a failing replica leaves behind is sampled again as a whole share. An asynchronous run
+    promises none of it: shares overlap, and only what is missing is sampled again.
+    """
 
     def __init__(self, run: RunConfig, start: Callable) -> None:
         super().__init__("rollout", run.rollout.replicas, run.rollout.min_replicas, 1, start)
         self.timeout_s = run.rollout.timeout_s
+        self.synchronous = run.max_staleness == 0
+        self._turns = {member.name: asyncio.Lock() for member in self.members}  # synchronous: one share at a time
 
     async def sample(
         self, prompts: list[Prompt], done: Callable[[list[Sample]], None], temperature: float | None = None
     ) -> None:
         """Sample every prompt; `done(samples)` for each group as it completes.
 
-        The prompts are dealt to the serving replicas in order, least loaded first, so that the same prompts on an idle
-        fleet always meet the same companions. What a failing replica leaves behind is sampled again, on another.
+        The prompts are dealt to the serving replicas in order, least loaded first. What a failing replica leaves behind
+        is sampled again with the same seeds, on another.
         """
         members = sorted(await self.available(), key=lambda member: member.outstanding)
-        shares = [prompts[i :: len(members)] for i in range(len(members))]
+        count = len(self.members) if self.synchronous else len(members)
         async with asyncio.TaskGroup() as tasks:
-            for member, share in zip(members, shares, strict=True):
-                if share:
-                    tasks.create_task(self._share(member, share, done, temperature))
+            for i in range(min(count, len(prompts))):
+                tasks.create_task(self._share(members[i % len(members)], prompts[i::count], done, temperature))
 
     async def _share(
         self,
@@ -70,10 +87,13 @@ class Fleet(Pool[Replica]):
         for attempt in range(ATTEMPTS):
             if attempt:
                 member = min(await self.available(), key=lambda other: other.outstanding)
-            actor, load = member.actor, len(missing)
+            load = len(missing)
             member.outstanding += load
             try:
-                error = await self._drain(member.name, actor, missing, done, temperature)
+                async with self._turns[member.name] if self.synchronous else nullcontext():
+                    actor = member.actor
+                    again = prompts if self.synchronous else list(missing.values())
+                    error = await self._drain(member.name, actor, again, missing, done, temperature)
             finally:
                 member.outstanding -= load
             if error is None:
@@ -87,24 +107,31 @@ class Fleet(Pool[Replica]):
         self,
         name: str,
         actor: Replica | None,
+        prompts: list[Prompt],
         missing: dict[int, Prompt],
         done: Callable[[list[Sample]], None],
         temperature: float | None,
     ) -> Exception | None:
-        """Sample what is missing. Returns what went wrong with the replica; an error of `done` is not its fault."""
+        """Sample the prompts and hand over what is missing.
+
+        Returns what went wrong with the replica; an error of `done` is not its fault.
+        """
         if actor is None:
             return RuntimeError(f"{name}: quarantined before it began")
-        stream = actor.sample(list(missing.values()), temperature)
-        while missing:
-            what = f"{name}: the next of groups {sorted(missing)}"
+        stream = actor.sample(prompts, temperature)
+        coming = {prompt.group for prompt in prompts}
+        while coming:
+            what = f"{name}: the next of groups {sorted(coming)}"
             try:
                 samples = await within(self.timeout_s, what, anext(stream))
-                del missing[samples[0].group]
+                group = samples[0].group
+                coming.remove(group)
             except StopAsyncIteration:
                 return RuntimeError(f"{what}: the stream ended without it")
             except Exception as error:
                 return error
-            done(samples)
+            if missing.pop(group, None):
+                done(samples)
         return None
 
 
@@ -148,30 +175,55 @@ class Scorers(Pool[Scorer]):
                 member.outstanding -= 1
         raise RuntimeError(f"credit: group {group} failed on {ATTEMPTS} actors, the last because: {error}") from error
 
+    def keeps(self, keys: list[Key]) -> bool:
+        """Whether the DelTA features of all `keys` are on actors that serve."""
+        return self._kept(keys) is not None
+
     async def delta_sums(self, coefficients: dict[Key, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """DelTA's weighted sums of features over all credit actors, each [H]."""
-        parts = [
-            actor.delta_sums({key: coefficients[key] for key in keys})
-            for actor, keys in self._kept(list(coefficients)).items()
-        ]
-        sums = await within(self.timeout_s, f"{self.kind}: DelTA sums", asyncio.gather(*parts))
+        """DelTA's weighted sums of features over all credit actors, each [H]. Raises Lost."""
+        sums = await self._ask_keepers(
+            "DelTA sums", list(coefficients), lambda actor, keys: actor.delta_sums({k: coefficients[k] for k in keys})
+        )
         return np.sum([positive for positive, _ in sums], 0), np.sum([negative for _, negative in sums], 0)
 
     async def delta_dots(self, direction: np.ndarray, keys: list[Key]) -> dict[Key, np.ndarray]:
-        """The features' dot products with `direction` [H]: [T] for each of `keys`."""
-        parts = [actor.delta_dots(direction, kept) for actor, kept in self._kept(keys).items()]
-        answers = await within(self.timeout_s, f"{self.kind}: DelTA dot products", asyncio.gather(*parts))
+        """The features' dot products with `direction` [H]: [T] for each of `keys`. Raises Lost."""
+        answers = await self._ask_keepers(
+            "DelTA dot products", keys, lambda actor, kept: actor.delta_dots(direction, kept)
+        )
         return {key: values for answer in answers for key, values in answer.items()}
 
     async def delta_clear(self, keys: list[Key]) -> None:
-        """The features of a trained batch are not needed any more."""
-        parts = [actor.delta_clear(kept) for actor, kept in self._kept(keys).items()]
+        """The features of trained and dropped groups are not needed any more; what died with its keeper is gone."""
+        held = [key for key in keys if key in self._keeper and self.keeps([key])]
+        try:
+            await self._ask_keepers("DelTA clear", held, lambda actor, kept: actor.delta_clear(kept))
+        except Lost:
+            log.info("credit: a keeper of DelTA features died while they were cleared")
         for key in keys:
-            del self._keeper[key]
-        await within(self.timeout_s, f"{self.kind}: DelTA clear", asyncio.gather(*parts))
+            self._keeper.pop(key, None)
 
-    def _kept(self, keys: list[Key]) -> dict[Scorer, list[Key]]:
-        kept: dict[Scorer, list[Key]] = {}
-        for key in keys:
-            kept.setdefault(self._keeper[key], []).append(key)
-        return kept
+    async def _ask_keepers(
+        self, what: str, keys: list[Key], call: Callable[[Scorer, list[Key]], Awaitable[T]]
+    ) -> list[T]:
+        kept = self._kept(keys)
+        if kept is None:
+            raise Lost(f"credit: {what}: the actor that kept the features of some groups is gone")
+        calls = (within(self.timeout_s, f"{member.name}: {what}", call(actor, mine)) for member, actor, mine in kept)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for (member, actor, _), answer in zip(kept, answers, strict=True):
+            if isinstance(answer, Exception):
+                self.quarantine(member, actor, answer)
+        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        if failures:
+            raise Lost(f"credit: {what}: {failures[0]}") from failures[0]
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    def _kept(self, keys: list[Key]) -> list[tuple[Member[Scorer], Scorer, list[Key]]] | None:
+        """Which serving actor keeps which of the keys; None when one of them has no keeper."""
+        kept = [
+            (member, actor, mine)
+            for member in self.serving()
+            if (actor := member.actor) and (mine := [key for key in keys if self._keeper.get(key) is actor])
+        ]
+        return kept if sum(len(mine) for _, _, mine in kept) == len(keys) else None

@@ -12,6 +12,7 @@ truth.
 
 import fcntl
 import os
+import signal
 import socket
 import sqlite3
 import time
@@ -206,6 +207,7 @@ class Ledger:
                 raise RuntimeError(
                     f"ledger: step {step} trained {len(groups)} groups, only {done.rowcount} were scored"
                 )
+            die_at("transaction", step)
         self._db.execute("PRAGMA synchronous = NORMAL")
 
     def rewind(self, step: int, reason: str) -> None:
@@ -259,6 +261,17 @@ class Ledger:
         self._pending.clear()
         self._failures.clear()
         self._revisions.clear()
+
+
+def check_free(folder: Path) -> None:
+    """Raise RuntimeError when another process is training the run in `folder`."""
+    _locked(folder / "lock").close()
+
+
+def die_at(point: str, step: int) -> None:
+    """The fault injector's way into the middle of a commit: ACCREDIT_CHAOS=rename:12 kills the process there."""
+    if os.environ.get("ACCREDIT_CHAOS") == f"{point}:{step}":
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _locked(path: Path) -> IO[str]:
@@ -334,6 +347,7 @@ def _report(db: sqlite3.Connection) -> dict[str, Any]:
         "missing_steps": one("SELECT coalesce(max(step), 0) - count(*) FROM steps"),
         "orphans": one("SELECT count(*) FROM groups WHERE step IS NOT NULL AND step NOT IN (SELECT step FROM steps)"),
         "integrity": one("PRAGMA integrity_check"),
+        "checkpoints": dict(db.execute("SELECT step, checkpoint FROM steps")),
     }
     report["balanced"] = (
         issued == trained + dropped + opened

@@ -7,13 +7,14 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from actors.rollout import RolloutWorker
 from actors.scorer import Scorer
@@ -27,6 +28,8 @@ from learner.learner import Learner
 log = logging.getLogger("accredit.remote")
 
 GONE_TIMEOUT_S = 30.0
+DEATHS = (RayActorError, ObjectLostError)  # of an actor, or of the node that holds its answer
+DEATH_KNOWN_S = 10.0  # until Ray tells of a rank that died
 RESTARTS = 3
 """Restarts of the learner within one call before its error ends the run."""
 PROJECT = Path(__file__).resolve().parent.parent
@@ -43,6 +46,7 @@ def connect(run: RunConfig, dashboard: bool = True) -> str:
     Returns the dashboard's address ("" for none). Raises ConfigError when the cluster lacks what the run asks for.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # by default 30, too few for a loaded machine
     path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))
     local = not os.environ.get("RAY_ADDRESS")
     here: dict[str, Any] = {"include_dashboard": dashboard, "object_store_memory": 512 << 20} if local else {}
@@ -191,7 +195,8 @@ class Learners:
     """The learner's ranks: they start together, step together, and are replaced together.
 
     When a rank dies or hangs, all of them start again from the last committed checkpoint, take the batch that was
-    trained since (`pending`) once more, and go on: the same bits as if nothing had happened.
+    trained since (`pending`) once more, and go on: the same bits as if nothing had happened. A rank that fails while
+    they start again counts as another failure.
     """
 
     def __init__(self, run: RunConfig, model: str, canary: list[int]) -> None:
@@ -201,6 +206,7 @@ class Learners:
         self._checkpoint: Path | None = None
         self._pending: ray.ObjectRef | None = None
         self._turn = asyncio.Lock()
+        self._failed = False  # the ranks are to be replaced before the next call
 
     async def start(self) -> None:
         world = self.run.learner.ranks
@@ -239,32 +245,57 @@ class Learners:
         await asyncio.gather(*(kill(rank) for rank in ranks))
 
     async def _guarded(self, what: str, call: Any) -> list[Any]:
-        for _ in range(RESTARTS):
+        for attempt in range(RESTARTS + 1):
             ranks = self.ranks
             try:
+                async with self._turn:
+                    if self._failed:
+                        await self._restart()
+                    ranks = self.ranks
                 return await self._each(what, call)
-            except (RayActorError, Late) as error:
-                log.error("learner: %s failed, all ranks start again from %s: %s", what, self._checkpoint, error)
-                await self._restart(ranks)
-        return await self._each(what, call)
+            except (*DEATHS, Late) as error:
+                if attempt == RESTARTS:
+                    raise RuntimeError(
+                        f"learner: {what}: failed {attempt + 1} times in a row, though all ranks were started again, "
+                        f"the last time because: {' '.join(str(error).split())}"
+                    ) from error
+                if self.ranks is ranks:  # else another call that failed with them has replaced them
+                    log.error("learner: %s failed, all ranks start again from %s: %s", what, self._checkpoint, error)
+                    self._failed = True
+        raise AssertionError("not reached")
 
-    async def _restart(self, ranks: list[Any]) -> None:
-        async with self._turn:
-            if self.ranks is not ranks:
-                return  # another call that failed with the same ranks has replaced them
-            await self.kill()
-            self.restarts += 1
-            await self.start()
-            if self._checkpoint:
-                await self._each("load", lambda rank: rank.load.remote(self._checkpoint))
-            if self._pending:
-                await self._each("step", lambda rank: rank.step.remote(self._pending))
+    async def _restart(self) -> None:
+        began = time.monotonic()
+        await self.kill()
+        self.restarts += 1
+        await self.start()
+        if self._checkpoint:
+            await self._each("load", lambda rank: rank.load.remote(self._checkpoint))
+        if self._pending:
+            await self._each("step", lambda rank: rank.step.remote(self._pending))
+        self._failed = False
+        log.warning("learner: all ranks are back, %.1f s after the failure", time.monotonic() - began)
 
     async def _each(self, what: str, call: Any) -> list[Any]:
-        """Every rank at once: one that dies ends the call, the others would wait in a collective for ever."""
-        return await within(
-            self.run.learner.timeout_s, f"learner: {what}", asyncio.gather(*(answer(call(rank)) for rank in self.ranks))
-        )
+        """Every rank at once: one that dies ends the call, the others would wait in a collective for ever.
+
+        Those see a broken connection, which may arrive before Ray's word of the death: the death is what is raised.
+        """
+        calls = [asyncio.ensure_future(answer(call(rank))) for rank in self.ranks]
+        try:
+            return await within(self.run.learner.timeout_s, f"learner: {what}", asyncio.gather(*calls))
+        except (*DEATHS, Late):
+            raise
+        except Exception:
+            await asyncio.wait(calls, timeout=DEATH_KNOWN_S, return_when=asyncio.ALL_COMPLETED)
+            for one in calls:
+                if one.done() and isinstance(error := one.exception(), RayActorError):
+                    raise error from None
+            raise
+        finally:
+            for one in calls:
+                one.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
 
 
 def _options(name: str, resources: dict[str, float]) -> dict[str, Any]:
@@ -273,7 +304,8 @@ def _options(name: str, resources: dict[str, float]) -> dict[str, Any]:
         **resources,
         "name": f"{name}-{os.urandom(3).hex()}",
         "max_restarts": 0,  # a restarted actor would serve the base model: the pool starts and proves a new one
-        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}},
+        # Ray shows a process under its class; by ACCREDIT_ACTOR, tools outside Ray can tell which one it is
+        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "ACCREDIT_ACTOR": name}},
     }
 
 

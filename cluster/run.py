@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from cluster import remote, trajectories
 from cluster.assigner import Assigner
 from cluster.checkpoints import Checkpoints
 from cluster.fleet import Fleet, Scorers
-from cluster.ledger import Ledger
+from cluster.ledger import Ledger, check_free, die_at
 from cluster.loop import Group, Loop, sampling_seed
 from cluster.metrics import Metrics, read
 from cluster.preflight import Inputs
@@ -50,6 +51,7 @@ class Run:
         self.learners = remote.Learners(run, given.model, self._canary())
         self.publisher = Publisher(self.learners, self.fleet, self.scorers, self.folder)
         self.metrics = Metrics(self.folder, run.name)
+        self.skipped_in_a_row = 0
 
     def _canary(self) -> list[int]:
         """The first training prompts, end to end: tokens that the model will meet."""
@@ -79,13 +81,23 @@ class Run:
         return await self.assigner.assign(groups, step)
 
     async def learn(self, batch: Batch) -> dict[str, float]:
-        return await self.learners.step(batch)
+        """Raises RuntimeError when too many batches in a row had no finite gradient; the last is not committed."""
+        metrics = await self.learners.step(batch)
+        skipped = metrics["learner/skipped"] > 0 and metrics["learner/updates"] == 0
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if self.skipped_in_a_row >= self.run.learner.max_skipped:
+            raise RuntimeError(
+                f"learner: the gradient was not finite for {self.skipped_in_a_row} batches in a row "
+                f"(learner.max_skipped), the policy has not changed since: lower learner.lr, or look at the rewards"
+            )
+        return metrics
 
     async def commit(self, step: int, groups: list[Group]) -> dict[str, float]:
         """Checkpoint to a temporary name, fsync, rename; then one transaction."""
         began = time.monotonic()
         await self.learners.save(self.checkpoints.temporary(step))
         digest = await asyncio.to_thread(self.checkpoints.seal, step)
+        die_at("rename", step)
         self.ledger.commit(step, step, digest, [group.prompt.group for group in groups])
         self.learners.committed(self.checkpoints.path(step))
         self.checkpoints.prune()
@@ -99,6 +111,8 @@ class Run:
     async def start(self) -> int:
         """Start every actor at once and publish the version to begin with. Returns the last committed step."""
         restored = self.checkpoints.restore(self.ledger)
+        if restored and restored[0].step > self.run.steps:
+            raise RuntimeError(f"steps: got {self.run.steps}, but {restored[0].step} are committed: ask for more")
         columns = list(self.given.task.row(0).columns)
         await asyncio.gather(
             self.rewards.start(columns), self.fleet.start(), self.scorers.start(), self.learners.start()
@@ -152,43 +166,69 @@ class Run:
         recorded = [record for record in read(self.folder) if record["step"] == 0 and "eval/accuracy" in record]
         return recorded[0] if recorded else await self.evaluate(step)
 
-    async def close(self) -> None:
-        self.metrics.close()
-        self.ledger.close()
-        await self.rewards.close()
-        await asyncio.gather(self.fleet.close(), self.scorers.close(), self.learners.kill())
+    async def close(self) -> list[BaseException]:
+        """End every actor, then close the files, whatever fails on the way. Returns and logs what failed."""
+        parts = (self.rewards.close(), self.fleet.close(), self.scorers.close(), self.learners.kill())
+        failures = [end for end in await asyncio.gather(*parts, return_exceptions=True) if end is not None]
+        for file in (self.metrics, self.ledger):
+            try:
+                file.close()
+            except (OSError, RuntimeError) as error:
+                failures.append(error)
+        failures = [failure for failure in failures if isinstance(failure, BaseException)]
+        for failure in failures:
+            log.error("closing the run: %s: %s", type(failure).__name__, failure)
+        return failures
 
 
 class Interrupted(RuntimeError):
     """SIGINT or SIGTERM ended the run: a text, and the exit code."""
 
 
-def check_folder(run: RunConfig) -> None:
-    """Raises ConfigError when the run's folder holds a run with other settings, naming them."""
+def check_folder(run: RunConfig, allow: Sequence[str] = ()) -> None:
+    """Raises ConfigError when another process is training the run, and when the run's folder holds a run with other
+    settings than those that `allow` names (a key, or a section), naming them.
+    """
     path = run.folder / "config.yaml"
-    if path.exists():
-        differing = _differences(yaml.safe_load(path.read_text()), run.model_dump(mode="json"))
-        if differing:
-            raise ConfigError(
-                f"{run.folder}: holds a run with other settings ({'; '.join(differing)}): "
-                "choose another name=..., or use the settings it began with"
-            )
+    if not path.exists():
+        return
+    try:
+        check_free(run.folder)
+    except RuntimeError as error:
+        raise ConfigError(str(error)) from None
+    differences = _differences(yaml.safe_load(path.read_text()), run.model_dump(mode="json"))
+    for key in [key for key in differences if any(key == name or key.startswith(f"{name}.") for name in allow)]:
+        log.warning("%s: %s", run.folder, differences.pop(key))
+    if differences:
+        options = " ".join(f"--allow {key}" for key in differences)
+        raise ConfigError(
+            f"{run.folder}: holds a run with other settings ({'; '.join(differences.values())}): "
+            f"choose another name=..., use the settings it began with, or go on with the new ones: {options}"
+        )
 
 
 def make_folder(run: RunConfig) -> None:
-    """The run's folder, with its resolved configuration."""
-    run.folder.mkdir(parents=True, exist_ok=True)
+    """The run's folder, with its resolved configuration. Raises ConfigError when it cannot be written."""
     path = run.folder / "config.yaml"
     temporary = path.with_suffix(".writing")
-    temporary.write_text(yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False))
-    os.replace(temporary, path)
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False))
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigError(
+            f"{run.folder}: cannot be written: {error.strerror}: a run writes into its folder, choose another out=..."
+        ) from None
 
 
-def _differences(old: Any, new: Any, prefix: str = "") -> list[str]:
+def _differences(old: Any, new: Any, prefix: str = "") -> dict[str, str]:
+    """What differs, by dotted key."""
     if isinstance(old, dict) and isinstance(new, dict):
-        keys = sorted(old.keys() | new.keys())
-        return [d for key in keys for d in _differences(old.get(key), new.get(key), f"{prefix}.{key}".strip("."))]
-    return [] if old == new else [f"{prefix}: was {old!r}, now {new!r}"]
+        found: dict[str, str] = {}
+        for key in sorted(old.keys() | new.keys()):
+            found |= _differences(old.get(key), new.get(key), f"{prefix}.{key}".strip("."))
+        return found
+    return {} if old == new else {prefix: f"{prefix}: was {old!r}, now {new!r}"}
 
 
 async def train(run: RunConfig, given: Inputs, view: View) -> dict[str, Any]:
@@ -209,13 +249,16 @@ async def train(run: RunConfig, given: Inputs, view: View) -> dict[str, Any]:
         loop.add_signal_handler(number, stop, number)
     job = Run(run, given, view)
     try:
-        return await _train(job)
+        result = await _train(job)
     except asyncio.CancelledError:
         last = job.ledger.last_step()
         done = f"step {last.step} is committed" if last else "no step was committed"
         raise Interrupted(f"stopped by {received[0].name}, {done}", 128 + received[0]) from None
     finally:
-        await job.close()
+        failures = await job.close()
+    if failures:
+        raise failures[0]
+    return result
 
 
 async def _train(job: Run) -> dict[str, Any]:

@@ -166,6 +166,8 @@ class LearnerConfig(Config):
     epochs: PositiveInt = 1
     updates_per_batch: PositiveInt = 1
     loss: LossConfig = LossConfig()
+    max_skipped: PositiveInt = 3
+    """Batches in a row whose gradient is not finite, and which are skipped, before the run ends with an error."""
     timeout_s: PositiveFloat = 600.0
     cpus: NonNegativeFloat = 0.4
     gpus: NonNegativeFloat = 0.0

@@ -46,6 +46,13 @@ def starts_a_child_and_hangs(prompts, completions, **columns):
     time.sleep(60)
 
 
+def hangs_once(prompts, completions, **columns):
+    if not os.path.exists(completions[0]):
+        open(completions[0], "w").close()
+        time.sleep(60)
+    return [1.0 for _ in completions]
+
+
 def too_short(prompts, completions, **columns):
     return [1.0]
 

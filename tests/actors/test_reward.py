@@ -127,14 +127,24 @@ def test_a_cancelled_group_leaves_no_reply_for_the_next_one():
     assert with_pool("slow_on_request", work) == [2.0]
 
 
-def test_a_child_killed_in_the_middle_of_a_call_fails_that_group_and_is_replaced():
-    async def work(pool: RewardPool) -> Any:
-        waiting = asyncio.create_task(score(pool, ["slow", "b"]))
-        await asyncio.sleep(0.1)
-        os.kill(pool.pids()[0], signal.SIGKILL)
-        return await waiting, await score(pool, ["22"]), dict(pool.counts)
+@pytest.mark.parametrize(
+    ("function", "rewards", "counts"),
+    [("hangs_once", [1.0, 1.0], {}), ("starts_a_child_and_hangs", ["died: signal 9"] * 2, {"died": 2})],
+)
+def test_a_group_whose_child_is_killed_is_asked_once_more(tmp_path: Path, function: str, rewards: list, counts: dict):
+    begun = tmp_path / "begun"
 
-    assert with_pool("slow_on_request", work) == (["died: signal 9"] * 2, [2.0], {"died": 2})
+    async def work(pool: RewardPool) -> Any:
+        waiting = asyncio.create_task(score(pool, [str(begun), "b"]))
+        for _ in range(2 if counts else 1):
+            while not begun.exists():
+                await asyncio.sleep(0.01)
+            os.kill(pool.pids()[0], signal.SIGKILL)
+            if counts:
+                begun.unlink()
+        return await waiting, dict(pool.counts)
+
+    assert with_pool(function, work) == (rewards, counts)
 
 
 def test_a_child_killed_between_calls_costs_no_sample():

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cluster import checkpoints as checkpoints_module
 from cluster.checkpoints import Checkpoints, content_digest
 from cluster.ledger import Ledger, audit
 
@@ -194,3 +195,34 @@ def test_a_lost_ledger_does_not_cost_the_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the ledger knows 0 steps, expected a checkpoint of step 1 at most"):
         checkpoints.restore(Ledger(tmp_path / "ledger.sqlite"))
     assert names(checkpoints) == ["000002", "000003", "000004"]
+
+
+def audited(folder: Path, adapters: int) -> dict[str, Any]:
+    """The whole audit of a run with the first `adapters` adapters on disk."""
+    for step in range(adapters + 1):
+        adapter = folder / "adapters" / f"v{step:06d}"
+        adapter.mkdir(parents=True, exist_ok=True)
+        (adapter / "adapter_model.safetensors").touch()
+    return checkpoints_module.audit(folder)
+
+
+def test_the_audit_checks_checkpoints_and_adapters_on_disk(tmp_path: Path) -> None:
+    checkpoints, ledger = a_run(tmp_path, 5)
+    ledger.close()
+    report = audited(tmp_path, adapters=4)  # the last is exported again when the run goes on
+    assert (report["balanced"], report["checkpoints_checked"], report["adapters_missing"]) == (True, 3, [])
+    write(checkpoints, 6)  # a crash between rename and transaction
+    assert audited(tmp_path, adapters=4)["balanced"]
+    one_bit(checkpoints.path(4))
+    report = audited(tmp_path, adapters=4)
+    assert (report["balanced"], report["checkpoints_damaged"]) == (False, ["000004"])
+
+
+def test_the_audit_misses_an_adapter_and_the_last_checkpoint(tmp_path: Path) -> None:
+    checkpoints, ledger = a_run(tmp_path, 5)
+    ledger.close()
+    report = audited(tmp_path, adapters=3)
+    assert (report["balanced"], report["adapters_missing"]) == (False, [4])
+    shutil.rmtree(checkpoints.path(5))
+    report = audited(tmp_path, adapters=5)
+    assert (report["balanced"], report["adapters_missing"], report["checkpoint_of_last_step"]) == (False, [], False)

@@ -1,13 +1,19 @@
 """The command line: bad input is one clear line and a non-zero exit code, before anything starts."""
 
 import json
+import os
+import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import yaml
 
 from cluster.cli import main
+from cluster.ledger import Ledger
+from cluster.run import check_folder, make_folder
+from configs.schema import ConfigError, load
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -134,14 +140,63 @@ def test_resources_that_the_cluster_does_not_have_are_named(
 def test_a_run_with_other_settings_is_not_continued(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    from cluster.run import make_folder
-    from configs.schema import load
-
     path = config(tmp_path, tiny_model)
     make_folder(load(path, ["credit.method=uniform"]))
     assert run(monkeypatch, "train", str(path), "credit.method=arca", "seed=3") == 2
     error = capsys.readouterr().err
     assert "credit.method: was 'uniform', now 'arca'" in error and "seed: was 0, now 3" in error
+
+
+def test_settings_that_may_change_are_named_and_recorded(tiny_model: Path, tmp_path: Path):
+    path = config(tmp_path, tiny_model)
+    make_folder(load(path, []))
+    changed = load(path, ["steps=7", "learner.lr=0.1"])
+    with pytest.raises(ConfigError, match=r"learner.lr: was 0.001, now 0.1.*--allow learner.lr --allow steps"):
+        check_folder(changed)
+    with pytest.raises(ConfigError, match="steps: was 1, now 7") as refusal:
+        check_folder(changed, ["learner"])
+    assert "learner.lr" not in str(refusal.value)
+    check_folder(changed, ["learner", "steps"])
+    make_folder(changed)
+    assert yaml.safe_load((changed.folder / "config.yaml").read_text())["steps"] == 7
+    check_folder(changed)
+
+
+def test_a_run_that_another_process_trains_is_refused(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    path = config(tmp_path, tiny_model)
+    folder = load(path, []).folder
+    make_folder(load(path, []))
+    with closing(Ledger(folder / "ledger.sqlite")):
+        assert run(monkeypatch, "train", str(path)) == 2
+    assert f"process {os.getpid()} on" in (error := capsys.readouterr().err) and "is training this run" in error
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tiny_model: Path, tmp_path: Path):
+    run = load(config(tmp_path, tiny_model), ["out=/proc/nowhere"])  # not even root can write there
+    with pytest.raises(ConfigError, match=r"/proc/nowhere/bad: cannot be written: .*choose another out="):
+        make_folder(run)
+
+
+def test_an_audit_that_does_not_balance_says_so_with_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.lease(3)
+    ledger.dropped(1, "stale")
+    ledger.dropped(2, "a signal is not finite")
+    ledger.close()
+    assert run(monkeypatch, "audit", str(tmp_path), "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["issued"], report["open"], report["dropped"]) == (3, 1, 2)
+    assert report["dropped_by_reason"] == {"stale": 1, "a signal is not finite": 1}
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as db:
+        db.execute("DROP TRIGGER groups_stay")
+        db.execute("DELETE FROM groups WHERE id = 1")
+        db.commit()
+    assert run(monkeypatch, "audit", str(tmp_path), "--json") == 1
+    assert not json.loads(capsys.readouterr().out)["balanced"]
 
 
 def test_audit_of_a_folder_without_a_run_says_so(

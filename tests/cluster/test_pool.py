@@ -322,10 +322,13 @@ def test_close_ends_the_recoveries_and_kills_every_actor(world: World) -> None:
 # ---- sampling ----
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("fault", [raises, dies, hangs])
-def test_what_a_failing_replica_leaves_is_sampled_again_once_with_the_same_seeds(world: World, fault: Any) -> None:
+def test_what_a_failing_replica_leaves_is_sampled_again_once_with_the_same_seeds(
+    world: World, fault: Any, staleness: int
+) -> None:
     async def main() -> None:
-        fleet = Fleet(config(timeout_s=0.5), world.start)
+        fleet = Fleet(config(timeout_s=0.5, staleness=staleness), world.start)
         await fleet.start()
         await fleet.publish(adapter(0))
 
@@ -340,7 +343,11 @@ def test_what_a_failing_replica_leaves_is_sampled_again_once_with_the_same_seeds
             group = samples[0].group
             assert [int(sample.tokens[1]) for sample in samples] == [10 * group, 10 * group + 1]
         asked = [group for actor in world.actors for method, group in actor.asked if method == "sample"]
-        assert sorted(asked) == [0, 1, 2, 3, 4, 4, 5, 6, 7]  # what was delivered is not asked for again
+        if staleness:
+            assert sorted(asked) == [0, 1, 2, 3, 4, 4, 5, 6, 7]  # what was delivered is not asked for again
+        else:  # the same companions, so that the last bits are the same
+            assert sorted(asked) == [0, 0, 1, 2, 2, 3, 4, 4, 5, 6, 7]
+            assert [0, 2, 4, 6] in [[g for m, g in actor.asked if m == "sample"][-4:] for actor in world.actors]
         await until(lambda: len(fleet.serving()) == 2)
         assert [member.outstanding for member in fleet.members] == [0, 0]
         await fleet.close()
@@ -399,6 +406,36 @@ def test_an_error_of_the_receiver_is_not_blamed_on_the_replica(world: World) -> 
         assert isinstance(raised.value.exceptions[0], ZeroDivisionError)
         assert len(fleet.serving()) == 2
         assert fleet.refusals == {}
+        await fleet.close()
+
+    run(main())
+
+
+def test_a_synchronous_run_deals_the_same_shares_to_fewer_replicas_one_after_the_other(world: World) -> None:
+    """The last bits of a log-prob depend on what else is in the batch."""
+
+    async def main() -> None:
+        fleet = Fleet(config(replicas=3), world.start)
+        await fleet.start()
+        await fleet.publish(adapter(0))
+        world.gate = asyncio.Event()
+        for member in fleet.members[1:]:
+            fleet.quarantine(member, member.actor, Dead("of memory"))
+        running, most = 0, 0
+
+        async def counted(actor: Actor, group: int) -> None:
+            nonlocal running, most
+            running += group in (0, 1, 2)  # a share begins
+            most = max(most, running)
+            await asyncio.sleep(0.01)
+            running -= group in (6, 4, 5)  # and ends
+
+        world.actors[0].faults["sample"] = counted
+        await asyncio.gather(fleet.sample(prompts(*range(7)), world.done))
+        dealt = [group for method, group in world.actors[0].asked if method == "sample"]
+        assert dealt == [0, 3, 6, 1, 4, 2, 5]
+        assert most == 1
+        world.gate.set()
         await fleet.close()
 
     run(main())

@@ -13,6 +13,7 @@ import pytest
 
 from cluster import pool as pool_module
 from cluster.canary import FLOOR
+from cluster.fleet import Fleet
 from configs.schema import RunConfig
 from credit.adapter import Adapter, Canary
 from credit.trajectory import Prompt, Sample
@@ -26,7 +27,7 @@ PLAIN, TINY = 0.1, 1e-5
 
 @dataclass
 class Setting:
-    fleet: pool_module.Pool
+    fleet: Fleet
     policy: Policy
     runner: asyncio.Runner
     adapters: dict[int, Adapter]
@@ -55,7 +56,6 @@ def setting(tiny_model: Path) -> Iterator[Setting]:
     import ray
 
     from cluster import remote
-    from cluster.fleet import Fleet
     from tests.cluster.faulty_rollout import FaultyWorker
 
     run: RunConfig = run_config(max_length=64, max_new_tokens=16, replicas=2, cpus=0.1, timeout_s=60.0)
@@ -176,8 +176,8 @@ def test_a_replica_that_fails_during_a_swap_is_named_and_counted_and_no_completi
         old = len(setting.adapters) - 1
         done = asyncio.Event()
         load = asyncio.create_task(sample_until(done, setting))
-        assert faulty.actor is not None
-        await faulty.actor.handle.arm.remote(fault)
+        actor: Any = faulty.actor
+        await actor.handle.arm.remote(fault)
         adapter = setting.adapter(PLAIN)
         metrics = await fleet.publish(adapter)
         assert metrics["swap/rollout_serving"] == 1 and other.serving and other.version == adapter.version
