@@ -45,10 +45,10 @@ class Adapter:
                 f"{self.digest[:12]}: it was changed or truncated on the way"
             )
         rank, targets = self.config["r"], self.config["target_modules"]
-        found = {name.split(".lora_")[0].split(".", 2)[2] for name in self.tensors}
+        found = {name.split(".lora_")[0] for name in self.tensors}
         named = {module for module in found for target in targets if f".{module}".endswith(f".{target}")}
         unused = [target for target in targets if not any(f".{module}".endswith(f".{target}") for module in found)]
-        ranks = {tensor.shape["lora_B" in name] for name, tensor in self.tensors.items()}
+        ranks = {tensor.shape[-1 if "lora_B" in name else 0] for name, tensor in self.tensors.items()}
         if found != named or unused or ranks != {rank}:
             raise ValueError(
                 f"adapter v{self.version}: the config does not describe the tensors, got r={rank} and target_modules="

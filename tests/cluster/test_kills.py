@@ -157,7 +157,7 @@ def test_a_driver_killed_in_mid_commit_stopped_and_robbed_of_a_checkpoint_gives_
     assert (run.folder / "checkpoints" / "000003").exists(), "the kill came between rename and transaction"
 
     driver = accredit(run, chaos="transaction:6")
-    until(lambda: audit(run.folder)["last_step"] == 3)
+    until(lambda: f"process {driver.pid} on" in (run.folder / "lock").read_text())
     refused, output = end_of(accredit(run))
     assert refused == 2 and f"process {driver.pid} on" in output and "is training this run" in output, output
     assert end_of(driver)[0] == -signal.SIGKILL
