@@ -8,6 +8,7 @@ Afterwards every completion is scored again under the version that it names and 
 """
 
 import asyncio
+import copy
 import itertools
 import json as jsonlib
 import tempfile
@@ -145,7 +146,8 @@ class Bench:
     async def _publish(self, version: int) -> dict[str, Any]:
         metrics = await self.publisher.publish(version)
         assert self.publisher.newest is not None
-        self.adapters[version] = self.publisher.newest
+        # copied: what is kept to score again at the end must not hold pages of Ray's object store
+        self.adapters[version] = copy.deepcopy(self.publisher.newest)
         return metrics
 
     async def _swap(self, version: int) -> dict[str, Any]:

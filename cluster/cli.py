@@ -240,6 +240,7 @@ def log_to(path: Path) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger("accredit").addHandler(handler)
     logging.getLogger("accredit").setLevel(logging.INFO)
+    logging.raiseExceptions = False  # a full disk is told once, by the error that ends the run
 
 
 def main() -> None:

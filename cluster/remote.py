@@ -49,7 +49,9 @@ def connect(run: RunConfig, dashboard: bool = True) -> str:
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # by default 30, too few for a loaded machine
     path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))
     local = not os.environ.get("RAY_ADDRESS")
-    here: dict[str, Any] = {"include_dashboard": dashboard, "object_store_memory": 512 << 20} if local else {}
+    # "local": without it Ray would join whatever cluster was last started on this machine
+    own = {"address": "local", "include_dashboard": dashboard, "object_store_memory": 512 << 20}
+    here: dict[str, Any] = own if local else {}
     if not ray.is_initialized():
         context = ray.init(
             log_to_driver=False,

@@ -255,6 +255,8 @@ async def train(run: RunConfig, given: Inputs, view: View) -> dict[str, Any]:
         done = f"step {last.step} is committed" if last else "no step was committed"
         raise Interrupted(f"stopped by {received[0].name}, {done}", 128 + received[0]) from None
     finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)  # a second one ends the process at once; Ray ends its actors
         failures = await job.close()
     if failures:
         raise failures[0]

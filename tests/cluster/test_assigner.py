@@ -22,6 +22,7 @@ pytestmark = pytest.mark.ray
 @pytest.fixture(scope="module")
 def cluster(tiny_model: Path) -> Iterator[None]:
     import ray
+
     from cluster import remote
 
     remote.connect(config(tiny_model, Path("/nowhere"), "probe"), dashboard=False)
