@@ -227,6 +227,7 @@ def test_a_run_s_own_file_gives_the_run_s_own_advantages(tiny_model: Path, adapt
     prompts = {row.group: Prompt(group=row.group, tokens=[], seeds=[], prompt="p", columns={}) for row in rows}
     groups = [
         Group(
+            rewarded_at=0.0,
             prompt=prompt,
             trajectories=[row for row in rows if row.group == g],
             signals=[mine for row, mine in zip(rows, signals, strict=True) if row.group == g],
