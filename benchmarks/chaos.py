@@ -279,7 +279,7 @@ def equal_adapters(one: Path, other: Path, steps: int) -> bool:
 
 def _print(report: dict[str, Any]) -> None:
     table = Table(title=f"SIGKILLs in runs of {report['steps']} steps")
-    names = "killed,kills,lost,trained twice,audits balanced,runs bit-equal,detected (s, max),in service (s, max)"
+    names = "killed,kills,lost,trained twice,audits balanced,runs bit-equal,detected max s,back max s"
     for column in names.split(","):
         table.add_column(column, justify="left" if column == "killed" else "right")
     seconds = lambda value: "" if value is None else f"{value:.1f}"  # noqa: E731
