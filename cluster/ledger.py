@@ -133,6 +133,8 @@ class Ledger:
                     f"BEGIN; {SCHEMA} INSERT INTO meta VALUES ('schema', '{SCHEMA_VERSION}'); COMMIT;"
                 )
             _check(self._db, path)
+            # what the last driver had in hand is gone with it
+            self._db.execute("UPDATE groups SET state = 'leased' WHERE state IN ('sampled', 'scored')")
             (highest,) = self._db.execute("SELECT max(id) FROM groups").fetchone()
             self._next = 0 if highest is None else highest + 1
             self._again = self._open()
