@@ -464,13 +464,14 @@ def test_memory_peaks_at_one_chunk_of_logits_and_not_at_all_of_them(tmp_path: Pa
     scorer, adapter = Scorer(run_config(), str(tmp_path)), make_adapter(tmp_path, 1)
     scorer.load(adapter)
     scorer.chunk, scorer.block = 64, 4
-    chunk = 64 * 151_936 * 4  # 39 MB; full logits are 306 MB
+    full = 512 * 151_936 * 4  # 311 MB; a chunk is an eighth of it, and what torch keeps for itself varies by some MB
+    scorer.score([make_sample(adapter, 0, length=64)], needs, {0: [1, 2, 3]})  # what only the first call allocates
     before = scorer.stats()["rss_bytes"]
     Path("/proc/self/clear_refs").write_text("5")  # starts a new peak
     scorer.score([make_sample(adapter, 0, length=512)], needs, {0: [1, 2, 3]})
     status = Path("/proc/self/status").read_text().splitlines()
     peak = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
-    assert peak - before < 2 * chunk
+    assert peak - before < full / 2
 
 
 def test_stats_count_the_tokens_scored(scorer: Scorer, adapters: list[Adapter]) -> None:
