@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.cli import bench
 from configs.schema import ConfigError, load
 
 app = typer.Typer(
@@ -22,8 +23,18 @@ app = typer.Typer(
     help="Train LoRA adapters by reinforcement learning, with credit assigned token by token.",
 )
 
-bench = typer.Typer(no_args_is_help=True, help="Measure this machine.")
 app.add_typer(bench, name="bench")
+
+
+@app.callback()
+def quiet() -> None:
+    """The view owns the terminal: what libraries say at import goes to log files or nowhere."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not Path("/dev/nvidiactl").exists():  # else DeepSpeed warns that it found no accelerator
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
 @app.command()
@@ -38,7 +49,6 @@ def train(
     ] = None,
 ) -> None:
     """Train, or go on training where the run's folder already holds this configuration."""
-    quiet()
     began = time.monotonic()
     run = load(config, overrides)
     # torch, Ray and transformers take seconds to import: a typing error in the config should not wait for them
@@ -96,7 +106,6 @@ def score(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Assign credit to trajectories that you bring: no training, no cluster."""
-    quiet()
     from cluster import score as scoring
 
     console = Console(stderr=True)
@@ -156,83 +165,12 @@ def audit(
     raise typer.Exit(0 if report["balanced"] else 1)
 
 
-@bench.command()
-def swap(
-    replicas: Annotated[int, typer.Option(help="Rollout replicas.")] = 2,
-    swaps: Annotated[int, typer.Option(help="Adapter versions to publish.")] = 100,
-    rank: Annotated[int, typer.Option(help="Of the LoRA.")] = 16,
-    shape: Annotated[str, typer.Option(help="Random weights of this size: demo or 42m.")] = "demo",
-    model: Annotated[Path | None, typer.Option(help="Folder of a model, in place of a shape.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Swap adapters under load: how long it takes, what it costs, and whether one token came from a wrong adapter."""
-    quiet()
-    if shape not in ("demo", "42m"):
-        raise ConfigError(f"--shape: got {shape!r}, expected demo or 42m")
-    from benchmarks import swap as benchmark
+@app.command()
+def doctor() -> None:
+    """Is the stack installed as it should be? Exit code 1 when a package does not work."""
+    from cluster import doctor as checks
 
-    benchmark.main(replicas, swaps, rank, shape, model, as_json)
-
-
-@bench.command()
-def scorer(
-    repeats: Annotated[int, typer.Option(help="Measurements of each speed.")] = 5,
-    sequences: Annotated[int, typer.Option(help="Completions scored at a time.")] = 128,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """What credit signals cost, against two plain forward passes."""
-    quiet()
-    from benchmarks import scorer as benchmark
-
-    benchmark.main(as_json, repeats, sequences)
-
-
-@bench.command()
-def methods(
-    out: Annotated[Path, typer.Option(help="Folder for the runs; those that are there are not trained again.")] = Path(
-        "runs/methods"
-    ),
-    seeds: Annotated[int, typer.Option(help="Runs of each method.")] = 3,
-    steps: Annotated[int, typer.Option(help="Of each run.")] = 24,
-    only: Annotated[list[str] | None, typer.Option(help="A row of the table. May be repeated.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Train the demo with every credit method and its permuted control: accuracy with its spread, concentration."""
-    quiet()
-    from benchmarks import methods as benchmark
-
-    known = benchmark.entries()
-    if unknown := sorted(set(only or []) - set(known)):
-        raise ConfigError(f"--only: got {unknown}, expected some of: {'; '.join(known)}")
-    benchmark.main(out, seeds, steps, only, as_json)
-
-
-@bench.command()
-def chaos(
-    kills: Annotated[int, typer.Option(help="SIGKILLs of each kind.")] = 20,
-    steps: Annotated[int, typer.Option(help="Of each run that is killed.")] = 150,
-    minutes: Annotated[float, typer.Option(help="Begin no kill after that.")] = 90.0,
-    out: Annotated[Path, typer.Option(help="Folder for the runs, a new one.")] = Path("runs/chaos"),
-    seed: Annotated[int, typer.Option(help="Of the moments and the victims.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Kill every kind of process at random moments, and count what is lost: nothing."""
-    quiet()
-    if (out / "reference").exists():
-        raise ConfigError(f"--out: {out} holds the runs of an earlier benchmark: choose another folder")
-    from benchmarks import chaos as benchmark
-
-    benchmark.main(kills, steps, minutes, out, seed, as_json)
-
-
-def quiet() -> None:
-    """The view owns the terminal: what libraries say at import goes to log files or nowhere."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    if not Path("/dev/nvidiactl").exists():  # else DeepSpeed warns that it found no accelerator
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    raise typer.Exit(min(1, checks.main()))
 
 
 def log_to(path: Path) -> None:
