@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -20,6 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from configs.schema import RunConfig
+from credit.adapter import Adapter
 
 ON_GPU = torch.cuda.is_available()
 
@@ -38,6 +38,7 @@ from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.exceptions import VLLMError  # noqa: E402
 from vllm.logprobs import FlatLogprobs  # noqa: E402
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA  # noqa: E402
+from vllm.lora.peft_helper import PEFTHelper  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
@@ -169,21 +170,21 @@ class Engine:
         )
 
     @_plain_errors()
-    def load(self, adapter: int, name: str, folder: Path) -> None:
-        """Read a PEFT folder into a free slot. The folder is not needed afterwards.
+    def load(self, number: int, name: str, adapter: Adapter) -> None:
+        """Put an adapter into a free slot, from memory to memory. `number` is its id in vLLM.
 
         Ids only go up, and a name is used once: the prefix cache tells versions apart by them. Raises RuntimeError for
         an id that may have been used.
         """
-        if adapter <= self._newest or any(name == lora.lora_name for lora in self._adapters.values()):
+        if number <= self._newest or any(name == lora.lora_name for lora in self._adapters.values()):
             raise RuntimeError(
-                f"rollout: adapter id {adapter} ({name}): got an id that may have been used before, expected more than "
+                f"rollout: adapter id {number} ({name}): got an id that may have been used before, expected more than "
                 f"{self._newest}: the prefix cache would answer for another version"
             )
-        self._newest = adapter
-        lora = LoRARequest(lora_name=name, lora_int_id=adapter, lora_path=str(folder))
-        self._llm.add_lora(lora)
-        self._adapters[adapter] = lora
+        self._newest = number
+        self._llm.collective_rpc(partial(_put, number=number, config=adapter.config, tensors=adapter.tensors))
+        # vLLM reads the path for an adapter that it does not hold: there is none, so a lost adapter is an error
+        self._adapters[number] = LoRARequest(lora_name=name, lora_int_id=number, lora_path=f"/in-memory/{name}")
 
     def prove(self, adapter: int, tensors: dict[str, np.ndarray]) -> None:
         """Read an adapter back from the memory that forward passes use. Raises RuntimeError where it differs.
@@ -222,6 +223,27 @@ class Engine:
 
     def close(self) -> None:
         self._llm.engine_core.shutdown()
+
+
+def _put(worker: Any, number: int, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    """Register and activate an adapter as vLLM's `add_lora` does, but for the file. Runs in vLLM's worker.
+
+    Through a file, safetensors would leave two small objects behind for each tensor of each version.
+    """
+    manager = worker.model_runner.lora_manager
+    helper = PEFTHelper.from_dict(config)
+    helper.validate_legal(manager.lora_config)
+    mapper = getattr(manager._adapter_manager.model, "hf_to_vllm_mapper", None)
+    model = manager._lora_model_cls.from_lora_tensors(
+        number,
+        {name: torch.tensor(tensor) for name, tensor in tensors.items()},  # copies: the store's pages are not held
+        helper,
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+    )
+    manager._adapter_manager.add_adapter(model)
+    manager._adapter_manager.activate_adapter(number)
 
 
 def _slot(worker: Any, adapter: int) -> dict[str, torch.Tensor] | None:

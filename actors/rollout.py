@@ -12,14 +12,12 @@ import asyncio
 import itertools
 import logging
 import queue
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,7 +32,6 @@ if TYPE_CHECKING:  # importing vLLM takes seconds and changes the environment: o
 
 logger = logging.getLogger(__name__)
 
-TMPFS = Path("/dev/shm")
 REMEMBERED = 16  # versions in `stats`
 
 
@@ -119,9 +116,8 @@ class RolloutWorker:
         Raises ValueError when the content does not match the digest, RuntimeError when no slot is free or when what
         vLLM holds afterwards is not the adapter.
         """
-        with tempfile.TemporaryDirectory(prefix="adapter-", dir=TMPFS if TMPFS.is_dir() else None) as folder:
-            await asyncio.to_thread(_write, adapter, Path(folder))
-            await self._call(lambda: self._load(adapter, Path(folder)))
+        await asyncio.to_thread(adapter.verify)
+        await self._call(lambda: self._load(adapter))
         try:
             return await self.canary(adapter.canary.tokens, adapter.version)
         except BaseException:
@@ -323,7 +319,7 @@ class RolloutWorker:
         for request in requests:
             self._release(self._groups.pop(request).resident)
 
-    def _load(self, adapter: Adapter, folder: Path) -> None:
+    def _load(self, adapter: Adapter) -> None:
         resident = self._residents.get(adapter.version)
         if resident is not None:
             if resident.digest != adapter.digest:
@@ -340,7 +336,7 @@ class RolloutWorker:
             )
         start = time.perf_counter()
         number = next(self._ids)
-        self._engine.load(number, f"v{adapter.version}-{number}-{adapter.digest[:12]}", folder)
+        self._engine.load(number, f"v{adapter.version}-{number}-{adapter.digest[:12]}", adapter)
         read = time.perf_counter()
         try:
             self._engine.prove(number, adapter.tensors)
@@ -431,11 +427,6 @@ class RolloutWorker:
             except queue.Empty:  # the other thread took it
                 return
             _settle(future, RuntimeError(self._failure))
-
-
-def _write(adapter: Adapter, folder: Path) -> None:
-    adapter.verify()
-    adapter.save(folder)
 
 
 def _settle(future: Future, result: Any) -> None:

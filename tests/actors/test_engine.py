@@ -16,13 +16,11 @@ def policy(tiny_model: Path) -> Policy:
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model: Path, policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(tiny_model: Path, policy: Policy) -> Iterator[Engine]:
     """Adapters 1 and 2 are loaded; the slots are three."""
     engine = Engine(run_config(max_new_tokens=40, stop=STOPS, max_num_seqs=64), str(tiny_model))
     for number in (1, 2):
-        folder = tmp_path_factory.mktemp("adapter")
-        policy.adapter(number).save(folder)
-        engine.load(number, f"v{number}", folder)
+        engine.load(number, f"v{number}", policy.adapter(number))
     yield engine
     engine.close()
 
@@ -113,9 +111,8 @@ def test_a_score_is_never_answered_from_the_prefix_cache(engine, policy):
     assert_scored(finished, policy.logprobs(policy.adapter(1), tokens))
 
 
-def test_vllm_lists_the_adapters_that_are_loaded(engine, policy, tmp_path):
-    policy.adapter(3).save(tmp_path)
-    engine.load(3, "v3", tmp_path)
+def test_vllm_lists_the_adapters_that_are_loaded(engine, policy):
+    engine.load(3, "v3", policy.adapter(3))
     assert engine.loaded() == {1, 2, 3}
     engine.unload(3)
     assert engine.loaded() == {1, 2}

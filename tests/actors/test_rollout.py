@@ -357,7 +357,7 @@ def test_a_failure_of_the_engine_reaches_every_call_and_later_ones(policy, tiny_
         await switch(worker, policy)
         calls = [asyncio.create_task(collect(worker, prompts(2))) for _ in range(2)]
         await until_started(worker, 9)
-        # vLLM loses the adapter and does not find its folder any more
+        # vLLM loses the adapter, and there is no file to load it from
         await worker._call(lambda: [worker._engine._llm.remove_lora(number) for number in worker._engine.loaded()])
         for result in await asyncio.gather(*calls, return_exceptions=True):
             assert isinstance(result, RuntimeError)
