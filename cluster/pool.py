@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -25,6 +25,7 @@ log = logging.getLogger("accredit.pool")
 
 LOAD_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 300.0
+WATCH_S = 1.0  # between two questions whether an actor is alive
 RESTARTS = 3
 """Restarts of one member that does not come to serve in between, before it is given up."""
 
@@ -36,6 +37,7 @@ class Holder(Protocol):
     async def canary(self, tokens: list[int], version: int | None) -> np.ndarray: ...
     async def activate(self, version: int) -> None: ...
     async def stats(self) -> dict[str, Any]: ...
+    async def alive(self) -> None: ...
     async def kill(self) -> None: ...
 
 
@@ -69,7 +71,7 @@ class Pool(Generic[H]):
         self.verdicts: Counter[str] = Counter()
         self.restarts = 0
         self._changed = asyncio.Condition()
-        self._recoveries: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # recoveries and watches
         self._fatal: BaseException | None = None
 
     async def start(self) -> None:
@@ -78,6 +80,25 @@ class Pool(Generic[H]):
 
     async def _begin(self, member: Member[H]) -> None:
         member.actor = await within(START_TIMEOUT_S, f"{member.name}: start", self._start(member.name))
+        self._spawn(self._watch(member, member.actor))
+
+    async def _watch(self, member: Member[H], actor: H) -> None:
+        """Notice a death of which no call would tell, because none is under way.
+
+        The question waits behind the calls before it, whose deadlines are their callers'.
+        """
+        while member.actor is actor:
+            try:
+                await actor.alive()
+            except Exception as error:
+                self.quarantine(member, actor, error)
+                return
+            await asyncio.sleep(WATCH_S)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def serving(self) -> list[Member[H]]:
         if self._fatal:
@@ -184,9 +205,7 @@ class Pool(Generic[H]):
         self.refusals[type(error).__name__] += 1
         member.serving, member.recovering, member.actor, member.version = False, True, None, -1
         member.restarts += 1
-        task = asyncio.get_running_loop().create_task(self._recover(member, dead, error))
-        self._recoveries.add(task)
-        task.add_done_callback(self._recoveries.discard)
+        self._spawn(self._recover(member, dead, error))
 
     async def _recover(self, member: Member[H], dead: H, error: BaseException) -> None:
         try:
@@ -227,8 +246,8 @@ class Pool(Generic[H]):
             self._changed.notify_all()
 
     async def close(self) -> None:
-        recoveries = list(self._recoveries)
-        for task in recoveries:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*recoveries, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(member.actor.kill() for member in self.members if member.actor is not None))

@@ -20,6 +20,7 @@ from actors.rollout import RolloutWorker
 from actors.scorer import Scorer
 from cluster.deadline import Late, within
 from cluster.fleet import Key
+from cluster.pool import WATCH_S
 from configs.schema import ConfigError, RunConfig
 from credit.adapter import Adapter
 from credit.trajectory import Batch, Prompt, Sample, Signals
@@ -127,6 +128,9 @@ class Remote:
     async def stats(self) -> dict[str, Any]:
         return await answer(self.handle.stats.remote())
 
+    async def alive(self) -> None:
+        await answer(self.handle.__ray_ready__.remote())
+
     async def kill(self) -> None:
         await kill(self.handle)
 
@@ -209,6 +213,7 @@ class Learners:
         self._pending: ray.ObjectRef | None = None
         self._turn = asyncio.Lock()
         self._failed = False  # the ranks are to be replaced before the next call
+        self._watches: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         world = self.run.learner.ranks
@@ -221,6 +226,25 @@ class Learners:
             for rank in range(world)
         ]
         await self._each("start", lambda rank: rank.__ray_ready__.remote())
+        for rank in self.ranks:
+            watch = asyncio.get_running_loop().create_task(self._watch(rank))
+            self._watches.add(watch)
+            watch.add_done_callback(self._watches.discard)
+
+    async def _watch(self, rank: Any) -> None:
+        """Notice a death of which no call would tell, because none is under way."""
+        while rank in self.ranks:
+            try:
+                await answer(rank.__ray_ready__.remote())
+            except DEATHS as error:
+                if rank in self.ranks and not self._failed:
+                    self._fail("waiting", error)
+                return
+            await asyncio.sleep(WATCH_S)
+
+    def _fail(self, what: str, error: BaseException) -> None:
+        log.error("learner: %s failed, all ranks start again from %s: %s", what, self._checkpoint, error)
+        self._failed = True
 
     async def step(self, batch: Batch) -> dict[str, float]:
         reference = ray.put(batch)
@@ -244,6 +268,8 @@ class Learners:
 
     async def kill(self) -> None:
         ranks, self.ranks = self.ranks, []
+        for watch in self._watches:
+            watch.cancel()
         await asyncio.gather(*(kill(rank) for rank in ranks))
 
     async def _guarded(self, what: str, call: Any) -> list[Any]:
@@ -261,9 +287,8 @@ class Learners:
                         f"learner: {what}: failed {attempt + 1} times in a row, though all ranks were started again, "
                         f"the last time because: {' '.join(str(error).split())}"
                     ) from error
-                if self.ranks is ranks:  # else another call that failed with them has replaced them
-                    log.error("learner: %s failed, all ranks start again from %s: %s", what, self._checkpoint, error)
-                    self._failed = True
+                if self.ranks is ranks or self._failed:  # else another call that failed with them has replaced them
+                    self._fail(what, error)
         raise AssertionError("not reached")
 
     async def _restart(self) -> None:

@@ -178,6 +178,22 @@ def test_a_publish_during_a_recovery_is_caught_up_before_any_work(world: World) 
     run(main())
 
 
+def test_a_member_that_dies_while_nobody_calls_it_is_replaced(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "WATCH_S", 0.01)
+
+    async def main() -> None:
+        fleet = Fleet(config(), world.start)
+        await fleet.start()
+        await fleet.publish(adapter(0))
+        world.of("rollout-0")[0].killed = True
+        await until(lambda: fleet.restarts == 1 and len(fleet.serving()) == 2)
+        assert fleet.refusals == {"Dead": 1}
+        assert world.of("rollout-0")[1].active == 0
+        await fleet.close()
+
+    run(main())
+
+
 def test_two_members_that_fail_at_once_both_come_back(world: World) -> None:
     async def main() -> None:
         for name in ("rollout-0", "rollout-1"):

@@ -66,6 +66,11 @@ class Actor:
     async def stats(self) -> dict[str, Any]:
         return {}
 
+    async def alive(self) -> None:
+        await asyncio.sleep(0)
+        if self.killed:
+            raise Dead(self.name)
+
     async def kill(self) -> None:
         await asyncio.sleep(0)
         if "kill" in self.faults:
