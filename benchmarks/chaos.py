@@ -30,6 +30,8 @@ from safetensors.numpy import load_file
 
 from benchmarks import machine
 from cluster.checkpoints import audit
+from cluster.preflight import inputs
+from configs.schema import load
 
 ACTORS: tuple[str, ...] = ("rollout", "credit", "reward", "learner")
 DRIVERS: tuple[str, ...] = ("driver", "rename", "transaction")
@@ -76,6 +78,8 @@ class Outcome:
 def main(kills: int, steps: int, minutes: float, out: Path, seed: int, json: bool) -> dict[str, Any]:
     """Kill until each kind had `kills`, or until the time is over; print a table, or JSON."""
     chaos = Chaos(out, steps, random.Random(seed))
+    # before the deadline of a first step begins: it takes minutes on a busy machine
+    inputs(load("configs/demo.yaml", [f"out={out}"]), lambda share, text: print(f"base model: {text}", file=sys.stderr))
     reference = chaos.undisturbed()
     chaos.end = time.monotonic() + 60 * minutes
     chaos.actors = chaos.rng.sample(ACTORS * kills, len(ACTORS) * kills)

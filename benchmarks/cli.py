@@ -59,6 +59,22 @@ def methods(
 
 
 @bench.command()
+def credit(
+    completions: Annotated[int, typer.Option(help="Completions, four of each prompt.", min=8)] = 128,
+    continuations: Annotated[int, typer.Option(help="Of every prefix, in two independent halves.", min=2)] = 512,
+    seed: Annotated[int, typer.Option(help="Of the run and of every draw.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for the runs; those that are there are not trained again.")] = Path(
+        "runs/credit"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Is token credit right? Every method's weights against the true credit of each token, on two tasks."""
+    from benchmarks import credit as benchmark
+
+    benchmark.main(completions, continuations, seed, out, as_json)
+
+
+@bench.command()
 def chaos(
     kills: Annotated[int, typer.Option(help="SIGKILLs of each kind.")] = 20,
     steps: Annotated[int, typer.Option(help="Of each run that is killed.")] = 150,
@@ -73,3 +89,32 @@ def chaos(
     from benchmarks import chaos as benchmark
 
     benchmark.main(kills, steps, minutes, out, seed, as_json)
+
+
+@bench.command()
+def rewards(
+    completions: Annotated[int, typer.Option(help="Hostile completions, of every kind.", min=100)] = 10_000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Judge completions that hang, crash, fill, deceive or try to get out: what they cost, and what is left of them."""
+    from benchmarks import hostile
+
+    hostile.main(completions, as_json)
+
+
+@bench.command()
+def control(
+    replicas: Annotated[str, typer.Option(help="Numbers of rollout replicas, with commas between them.")] = (
+        "10,100,1000"
+    ),
+    trajectories: Annotated[int, typer.Option(help="Trained with each of them.")] = 200_000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """How many trajectories a second the loop, the ledger and the publisher can take: only the models are simulated."""
+    try:
+        counts = [int(count) for count in replicas.split(",")]
+    except ValueError:
+        raise ConfigError(f"--replicas: got {replicas!r}, expected numbers with commas between them") from None
+    from benchmarks import control as benchmark
+
+    benchmark.main(counts, trajectories, as_json)

@@ -25,7 +25,7 @@ log = logging.getLogger("accredit.pool")
 
 LOAD_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 300.0
-WATCH_S = 1.0  # between two questions whether an actor is alive
+WATCH_S = 3.0  # between two questions whether an actor is alive
 RESTARTS = 3
 """Restarts of one member that does not come to serve in between, before it is given up."""
 

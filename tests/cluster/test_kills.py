@@ -99,20 +99,27 @@ def settled(folder: Path, reference: Path) -> None:
     assert equal_adapters(folder, reference, STEPS)
 
 
-def test_a_synchronous_run_whose_actors_are_killed_gives_the_same_bits(
-    reference: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
-):
-    killed: list[tuple[str, str, float]] = []
+class Killer:
+    """Kills one actor of a kind within 0.3 s of a step."""
 
-    def kill(kind: str) -> Callable[[], None]:
+    def __init__(self) -> None:
+        self.killed: list[tuple[str, str, float]] = []
+
+    def kill(self, kind: str) -> Callable[[], None]:
         def strike() -> None:
             victims = [found for process in descendants(os.getpid()) if (found := victim(process, kind))]
             process, name = random.choice(victims)
-            killed.append((kind, name, time.time()))
+            self.killed.append((kind, name, time.time()))
             process.kill()
 
         return lambda: threading.Timer(random.uniform(0.0, 0.3), strike).start()
 
+
+def test_a_synchronous_run_whose_actors_are_killed_gives_the_same_bits(
+    reference: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
+):
+    killer = Killer()
+    kill, killed = killer.kill, killer.killed
     run = run_config(tiny_model, reference.parent, "killed")
     with caplog.at_level("INFO", logger="accredit"):
         train(run, {2: kill("rollout"), 4: kill("credit"), 6: kill("reward"), 8: kill("learner")})
@@ -123,6 +130,18 @@ def test_a_synchronous_run_whose_actors_are_killed_gives_the_same_bits(
         if kind in told:
             seconds = [r.created - at for r in caplog.records if told[kind] in r.message and r.created > at]
             assert seconds and seconds[0] < DETECTED_S, f"{name}: {seconds}"
+
+
+def test_the_death_of_the_actor_that_keeps_deltas_features_changes_no_bit(nodes: Any, tiny_model: Path, tmp_path: Path):
+    killer, folders = Killer(), []
+    for name, then in {"alone": {}, "killed": {2: killer.kill("credit"), 4: killer.kill("credit")}}.items():
+        run = run_config(tiny_model, tmp_path, name, steps=6, credit={"method": "delta"})
+        train(run, then)
+        folders.append(run.folder)
+        report = audit(run.folder)
+        assert report["balanced"] and (report["trained"], report["open"]) == (24, 0), report
+    assert len(killer.killed) == 2
+    assert equal_adapters(folders[1], folders[0], 6)
 
 
 def accredit(run: RunConfig, *options: str, chaos: str = "") -> subprocess.Popen:
