@@ -1,4 +1,4 @@
-"""What `accredit score` is given: trajectories of the user's in JSONL or Parquet, and a PEFT adapter. Read and checked.
+"""What `accredit score` is given: trajectories of the user's in JSONL or Parquet. Read and checked.
 
 Every problem is a ValueError that names the file, the line (JSONL, from 1) or row (Parquet, from 0), and the field.
 Dimensions: T tokens of a sequence.
@@ -14,16 +14,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
-from peft import LoraConfig, PeftConfig, get_peft_model, get_peft_model_state_dict
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from actors.negatives import EMPTY, render_negative
 from actors.tasks import Row, render
-from configs.schema import FileData
-from credit.adapter import Adapter, Canary, digest
+from configs.schema import DatasetData
+from credit.adapter import Adapter
 from credit.trajectory import Trajectory
 
 FIELDS = {
@@ -68,63 +64,6 @@ def read(path: Path, policy: Policy) -> Brought:
     if not reader.rows:
         raise ValueError(f"{path}: has no rows")
     return reader.finish(path)
-
-
-def read_adapter(folder: Path, vocabulary: int) -> Adapter:
-    """The LoRA adapter in a folder that PEFT wrote, as version 1, for a model of that vocabulary. Raises ValueError."""
-    settings, tensors = folder / "adapter_config.json", folder / "adapter_model.safetensors"
-    if not folder.is_dir():
-        raise ValueError(f"adapter: {folder} is no folder, expected one with {settings.name} and {tensors.name}")
-    if not tensors.is_file() and (folder / "adapter_model.bin").exists():
-        raise ValueError(
-            f"adapter: {folder} has adapter_model.bin, a pickle, which may run any code: save it as {tensors.name}"
-        )
-    for file in (settings, tensors):
-        if not file.is_file():
-            raise ValueError(f"adapter: {folder} has no {file.name}")
-    try:
-        config = json.loads(settings.read_text())
-        kind = config.get("peft_type") if isinstance(config, dict) else None
-        if kind != "LORA" or not config.get("target_modules"):
-            raise ValueError(f"got peft_type {kind!r}, expected 'LORA' with its target_modules")
-        PeftConfig.from_peft_type(**config)
-        values = {name: tensor.float().numpy() for name, tensor in load_file(tensors).items()}
-    except SafetensorError as error:
-        raise ValueError(f"adapter: {tensors}: {error}") from error
-    except (TypeError, ValueError) as error:  # TypeError: a setting that this PEFT does not know
-        raise ValueError(f"adapter: {settings}: {error}") from error
-    for name, value in values.items():
-        if name.endswith((".lora_A.weight", ".lora_B.weight")):
-            continue
-        if ("embed" in name or "lm_head" in name) and vocabulary not in value.shape:
-            raise ValueError(
-                f"adapter: {tensors}: {name} has the shape {value.shape}, expected the model's vocabulary of "
-                f"{vocabulary}: it was made for another base model"
-            )
-        raise ValueError(
-            f"adapter: {tensors}: {name} is no LoRA factor of a linear layer, expected nothing else: embeddings, "
-            "modules_to_save and DoRA cannot be scored"
-        )
-    if isinstance(config["target_modules"], str):  # a pattern; its matches, by name, are what it stands for
-        config["target_modules"] = sorted({name.split(".lora_")[0].split(".", 2)[2] for name in values})
-    return _adapter(1, values, config)
-
-
-def zero_adapter(model: str) -> Adapter:
-    """A LoRA that changes nothing: the policy is the base model itself."""
-    with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-    config = LoraConfig(r=1, target_modules="all-linear", task_type="CAUSAL_LM")
-    lora = get_peft_model(base, config)
-    shapes = get_peft_model_state_dict(lora, save_embedding_layers=False)
-    written = config.to_dict() | {"target_modules": sorted(config.target_modules or ())}
-    return _adapter(0, {name: np.zeros(value.shape, np.float32) for name, value in shapes.items()}, written)
-
-
-def _adapter(version: int, tensors: dict[str, np.ndarray], config: dict[str, Any]) -> Adapter:
-    # the process that reads it serves it: there is no learner whose answer a canary could be compared with
-    canary = Canary(tokens=[0], adapted=np.zeros(1, np.float32), base=np.zeros(1, np.float32))
-    return Adapter(version=version, digest=digest(tensors, config), tensors=tensors, config=config, canary=canary)
 
 
 def _records(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
@@ -360,8 +299,8 @@ def _row(record: dict[str, Any], default: str | None = None) -> Row:
     return Row(prompt, {name: value for name, value in record.items() if name not in FIELDS})
 
 
-def _data(prompt: Any, policy: Policy) -> FileData:
-    return FileData(task="file", path="", chat=policy.chat or isinstance(prompt, list))
+def _data(prompt: Any, policy: Policy) -> DatasetData:
+    return DatasetData(task="dataset", path="", chat=policy.chat or isinstance(prompt, list))
 
 
 def _logprobs(record: dict[str, Any], mask: np.ndarray) -> np.ndarray:

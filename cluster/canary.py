@@ -1,7 +1,11 @@
 """What a canary's answer proves."""
 
+from collections.abc import Iterable
+from itertools import chain, islice
+
 import numpy as np
 
+TOKENS = 48
 FLOOR = 1e-4
 """Smallest tolerance, in nats: fp32 log-probs of two implementations agree to about 1e-5."""
 MARGIN = 4.0
@@ -10,6 +14,11 @@ MARGIN = 4.0
 
 class Refused(RuntimeError):
     """What an actor answers is not what the adapter would."""
+
+
+def tokens_of(prompts: Iterable[list[int]], longest: int) -> list[int]:
+    """The first prompts, end to end: tokens that the model will meet."""
+    return list(islice(chain.from_iterable(prompts), min(TOKENS, longest)))
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> float:

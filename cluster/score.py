@@ -30,7 +30,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 import credit
 from actors.scorer import Scorer
-from cluster.brought import Brought, Policy, read, read_adapter, zero_adapter
+from cluster.adapters import read_adapter, zero_adapter
+from cluster.brought import Brought, Policy, read
 from configs.schema import RunConfig
 from credit.adapter import Adapter
 from credit.delta import Feature
@@ -313,7 +314,7 @@ def _run(request: Request) -> RunConfig:
         "steps": 1,
         "seed": request.seed,
         "model": {"path": request.model, "dtype": request.dtype},
-        "data": {"task": "file", "path": str(request.trajectories)},
+        "data": {"task": "dataset", "path": str(request.trajectories)},
         "rollout": {"temperature": request.temperature},
         "credit": {"tokens_per_forward": request.tokens_per_forward},
     }
