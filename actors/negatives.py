@@ -9,7 +9,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
 
 from actors.tasks import Row, render
-from configs.schema import ArithmeticData, FileData
+from configs.schema import TaskData
 
 WRONG_ANSWER = "{{ prompt }}\nGive a wrong answer to this question on purpose."
 """The paper's best negative prompt, in our words."""
@@ -17,9 +17,7 @@ EMPTY = "empty"
 _environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, autoescape=False)
 
 
-def render_negative(
-    row: Row, tokenizer: PreTrainedTokenizerBase, data: ArithmeticData | FileData, negative: str
-) -> list[int]:
+def render_negative(row: Row, tokenizer: PreTrainedTokenizerBase, data: TaskData, negative: str) -> list[int]:
     """Tokens of the row's negative prompt, at least one.
 
     `negative` is a jinja template over `prompt` and the row's columns (it has a `{`), "empty", or the dotted path of a

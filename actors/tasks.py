@@ -1,46 +1,41 @@
 """Tasks: where prompts come from, and the columns that their reward needs.
 
-A task has no position: group number g names its row by (seed, epoch g // n, place g % n in that epoch's permutation),
-so a resumed run asks for the same groups again.
+A task has no position: the row of group g is a pure function of (seed, g), so a resumed run gets the same rows again.
+Its training rows go round in epochs, each with an order of its own. What all tasks have in common:
+
+    row(g)      the row of group g, with its source, epoch and number there
+    heldout()   rows that are never trained on
 """
 
 import hashlib
+import json
 import random
-import string
-import tempfile
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from configs.schema import ArithmeticData, FileData
+from actors.rows import Row, Stream, Table, is_chat, whole
+from configs.schema import ArithmeticData, DatasetData, MixtureData, TaskData
 from credit.trajectory import Prompt
 
 ARITHMETIC_PAIRS = 65_536  # at most so many pairs are listed: all of them up to two digits, a fixed sample beyond
 HELDOUT_SHARE = 8  # one pair of eight is held out
-CHECKED_PROMPTS = 10_000  # `check_prompts` renders the longest ones of a larger file
-SPLIT_SEED = 0  # the held-out rows of a file are the same for every run seed
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One question of a task."""
-
-    prompt: Any  # text, or a list of {"role", "content"} messages
-    columns: dict[str, Any]  # what the reward receives beside prompts and completions
-    number: int = 0  # the row of the file, from 0
+SPLIT_SEED = 0  # the held-out rows of a dataset are the same for every run seed
+CHECKED_ROWS = 2000  # training rows that are rendered before anything starts; the others as they are met
+ROUND = 1000  # groups of a mixture in which each part has exactly its share
 
 
 class Task:
-    """Training rows, addressed by group number, and held-out rows."""
+    """Training rows that are listed, in a new order in each epoch, and held-out rows."""
 
-    def __init__(self, train: list[Row], heldout: list[Row], seed: int) -> None:
+    def __init__(self, train: "list[Row] | Table", heldout: list[Row], seed: int) -> None:
         self._train, self._heldout, self._seed = train, heldout, seed
+        self._order = -1, np.empty(0, int)  # of the epoch that was asked for last
 
     def __len__(self) -> int:
         """Training rows: the groups of one epoch."""
@@ -49,38 +44,112 @@ class Task:
     def row(self, g: int) -> Row:
         """The row of group `g`; every epoch of len(self) groups has each row once, in an order of its own."""
         epoch, place = divmod(g, len(self._train))
-        return self._train[_permutation(len(self._train), self._seed, epoch)[place]]
+        known, order = self._order
+        if known != epoch:
+            order = np.random.default_rng([self._seed, epoch]).permutation(len(self._train))
+            self._order = epoch, order
+        return replace(self._train[order[place]], epoch=epoch)
+
+    def heldout(self) -> list[Row]:
+        return self._heldout
+
+
+class Mixture:
+    """Several tasks. Of every ROUND groups each part has its share exactly, in an order from (seed, round), and the
+    k-th group of a part has the part's own row k. Rows have the columns of all parts, None where their part has none,
+    and `part`, the part's name.
+    """
+
+    def __init__(self, parts: "dict[str, Task | Stream]", weights: list[float], seed: int) -> None:
+        self._names, self._tasks, self._seed = list(parts), list(parts.values()), seed
+        # cut where the sums of the weights fall: rounding never adds up to more or fewer groups than there are
+        cuts = np.round(np.cumsum([0.0, *weights]) / sum(weights) * ROUND).astype(int)
+        self._shares = tuple(np.diff(cuts).tolist())
+        columns = [column for task in self._tasks for column in task.row(0).columns]
+        self._columns = dict.fromkeys([*columns, "part"])
+        self._heldout = [self._of(part, row) for part, task in enumerate(self._tasks) for row in task.heldout()]
+
+    def row(self, g: int) -> Row:
+        number, place = divmod(g, ROUND)
+        order = _round(self._shares, self._seed, number)
+        part = order[place]
+        return self._of(part, self._tasks[part].row(number * self._shares[part] + order[:place].count(part)))
+
+    def _of(self, part: int, row: Row) -> Row:
+        name = self._names[part]
+        return replace(row, source=name, columns={**self._columns, **row.columns, "part": name})
 
     def heldout(self) -> list[Row]:
         return self._heldout
 
 
 @lru_cache(maxsize=4)
-def _permutation(n: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(n)
+def _round(shares: tuple[int, ...], seed: int, number: int) -> list[int]:
+    return np.random.default_rng([seed, number]).permutation(np.repeat(range(len(shares)), shares)).tolist()
 
 
-def make_task(data: ArithmeticData | FileData, seed: int) -> Task:
+AnyTask = Task | Stream | Mixture
+
+
+def make_task(data: TaskData, seed: int) -> AnyTask:
     """Raises ValueError for data that cannot be used: nothing has started yet then."""
-    if isinstance(data, ArithmeticData):
-        train, heldout = arithmetic_pairs(data.digits)
-        if len(heldout) < data.heldout:
-            raise ValueError(
-                f"data.heldout: got {data.heldout}, expected at most {len(heldout)}: all that are held out of "
-                f"{len(train) + len(heldout)} questions with data.digits={data.digits}"
+    if isinstance(data, MixtureData):
+        return _mixture(data, seed)
+    return _arithmetic(data, seed) if isinstance(data, ArithmeticData) else _dataset(data, seed)
+
+
+def _mixture(data: MixtureData, seed: int) -> Mixture:
+    total = sum(part.weight for part in data.parts)
+    for name, part in data.named.items():
+        if part.weight < total / 100:
+            raise ValueError(f"data.parts: part {name} has weight {part.weight:g} of {total:g}, expected at least 1 %")
+    parts: dict[str, Task | Stream] = {}
+    for name, part in data.named.items():
+        try:
+            parts[name] = (
+                _arithmetic(part.data, seed) if isinstance(part.data, ArithmeticData) else _dataset(part.data, seed)
             )
-        return Task([_question(*pair) for pair in train], [_question(*pair) for pair in heldout[: data.heldout]], seed)
-    rows = _file_rows(data)
-    if len(rows) <= data.heldout:
+        except ValueError as error:
+            raise ValueError(f"data.parts: part {name}: {error}") from error
+        if "part" in parts[name].row(0).columns:
+            raise ValueError(
+                f"data.parts: part {name} has a column 'part', which is the part's name here; give it another name"
+            )
+    return Mixture(parts, [part.weight for part in data.parts], seed)
+
+
+def _dataset(data: DatasetData, seed: int) -> Task | Stream:
+    if data.streaming:
+        return Stream(data, seed)
+    table = whole(data, data.split)
+    heldout = whole(data, data.heldout_split) if data.heldout_split else table
+    own = heldout is table  # a row is to be left for training then
+    if len(heldout) < data.heldout + own:
+        expected = f"{'less than' if own else 'at most'} the {len(heldout)} rows of {data.path}"
         raise ValueError(
-            f"data.heldout: got {data.heldout}, expected less than the {len(rows)} rows of {data.path}: "
-            f"no row is left to train on"
+            f"data.heldout: got {data.heldout}, expected {expected}"
+            + (": no row is left to train on" if own else f", split {data.heldout_split}")
         )
-    random.Random(SPLIT_SEED).shuffle(rows)
-    return Task(rows[: -data.heldout], rows[-data.heldout :], seed)
+    order = np.random.default_rng(SPLIT_SEED).permutation(len(heldout))
+    held = [heldout[i] for i in order[-data.heldout :]]
+    if own:
+        table.numbers = table.numbers[order[: -data.heldout]]
+    return Task(table, held, seed)
 
 
 # Arithmetic
+
+
+def _arithmetic(data: ArithmeticData, seed: int) -> Task:
+    train, heldout = arithmetic_pairs(data.digits)
+    if len(heldout) < data.heldout:
+        raise ValueError(
+            f"data.heldout: got {data.heldout}, expected at most {len(heldout)}: all that are held out of "
+            f"{len(train) + len(heldout)} questions with data.digits={data.digits}"
+        )
+    pairs = [*train, *heldout[: data.heldout]]
+    rows = [_question(number, *pair, data.operation) for number, pair in enumerate(pairs)]
+    return Task(rows[: len(train)], rows[len(train) :], seed)
 
 
 def arithmetic_pairs(digits: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -105,106 +174,24 @@ def is_heldout(a: int, b: int) -> bool:
     return int.from_bytes(digest, "big") % HELDOUT_SHARE == 0
 
 
-def _question(a: int, b: int) -> Row:
-    return Row(prompt=f"{a}+{b}?", columns={"answer": str(a + b)})
-
-
-# Files
-
-
-def _file_rows(data: FileData) -> list[Row]:
-    records = _read(Path(data.path))
-    names = {column: new for new, column in data.columns.items()}
-    missing = [column for column in names if column not in records[0]]
-    if missing:
-        raise ValueError(
-            f"data.columns: {data.path} has no column {missing[0]!r}, expected one of: {', '.join(records[0])}"
-        )
-    taken = set(data.columns)
-    renamed = [
-        {names.get(column, column): value for column, value in record.items() if column in names or column not in taken}
-        for record in records
-    ]
-    for name in ("prompts", "completions"):
-        if name in renamed[0]:
-            raise ValueError(
-                f"data.columns: a column of {data.path} is called {name!r}, which rewards receive from the run; "
-                f"give it another name"
-            )
-    fields = _fields(data.prompt, renamed[0])
-    return [_row(data, fields, number, record) for number, record in enumerate(renamed)]
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    # pandas and pyarrow come with it: seconds that a run on generated data need not spend
-    from datasets import Dataset, disable_progress_bars
-    from datasets.exceptions import DatasetGenerationError
-
-    readers = {
-        ".jsonl": Dataset.from_json,
-        ".json": Dataset.from_json,
-        ".parquet": Dataset.from_parquet,
-        ".csv": Dataset.from_csv,
-    }
-    if path.suffix not in readers:
-        raise ValueError(f"data.path: {path}: got ending {path.suffix!r}, expected one of: {', '.join(readers)}")
-    if not path.is_file():
-        raise ValueError(f"data.path: {path}: there is no such file (looked from {Path.cwd()})")
-    if path.stat().st_size == 0:
-        raise ValueError(f"data.path: {path}: the file is empty")
-    disable_progress_bars()
-    with tempfile.TemporaryDirectory() as cache:
-        try:
-            dataset: Any = readers[path.suffix](str(path), cache_dir=cache, keep_in_memory=True)
-            records = dataset.to_list()
-        except (DatasetGenerationError, ValueError, OSError) as error:
-            cause = " ".join(str(error.__cause__ or error).split())
-            raise ValueError(
-                f"data.path: {path}: has no rows, or cannot be read as {path.suffix[1:]}: {cause[:300]}"
-            ) from error
-    if not records:
-        raise ValueError(f"data.path: {path}: has no rows")
-    return records
-
-
-def _fields(template: str, record: dict[str, Any]) -> list[str]:
-    """The columns that the template names."""
-    try:
-        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
-    except ValueError as error:
-        raise ValueError(
-            f"data.prompt: {template!r} is not a template: {error}; a literal brace is written twice"
-        ) from None
-    for field in fields:
-        if field not in record:
-            raise ValueError(f"data.prompt: unknown column {field!r}, expected one of: {', '.join(record)}")
-    return fields
-
-
-def _row(data: FileData, fields: list[str], number: int, record: dict[str, Any]) -> Row:
-    for field in fields:
-        if record[field] is None:
-            raise ValueError(f"data.path: row {number} of {data.path}: column {field!r} is empty")
-    prompt: Any = record[fields[0]] if data.prompt in [f"{{{field}}}" for field in fields] else None
-    if not _is_chat(prompt):
-        prompt = data.prompt.format(**record)
-    return Row(prompt, {name: value for name, value in record.items() if name != "prompt"}, number)
-
-
-def _is_chat(prompt: Any) -> bool:
-    return isinstance(prompt, list) and all(
-        isinstance(turn, dict) and {"role", "content"} <= set(turn) for turn in prompt
-    )
+def _question(number: int, a: int, b: int, operation: str) -> Row:
+    return Row(f"{a}{operation}{b}?", {"answer": str(a + b if operation == "+" else a * b)}, number)
 
 
 # Prompts
 
 
-def render(row: Row, tokenizer: PreTrainedTokenizerBase, data: ArithmeticData | FileData) -> list[int]:
+def render(row: Row, tokenizer: PreTrainedTokenizerBase, data: TaskData) -> list[int]:
     """Tokens [P] of the row's prompt: through the chat template where `data` and the tokenizer have one, plain
-    otherwise. Raises ValueError for chat messages that no template can render."""
-    chat = isinstance(data, FileData) and data.chat and bool(tokenizer.chat_template)
-    if not chat and _is_chat(row.prompt):
+    otherwise. Raises ValueError for a row without a prompt, and for chat messages that no template can render."""
+    data = _part(row, data)
+    if row.prompt is None and isinstance(data, DatasetData):
+        raise ValueError(
+            f"data.prompt: row {row.number} of {data.path}: a column of {data.prompt!r} is empty, or has another type "
+            f"than its format"
+        )
+    chat = isinstance(data, DatasetData) and data.chat and bool(tokenizer.chat_template)
+    if not chat and is_chat(row.prompt):
         raise ValueError(
             f"data.prompt: row {row.number} is a list of chat messages, but "
             f"{'the tokenizer has no chat template' if not tokenizer.chat_template else 'data.chat is off'}; "
@@ -212,34 +199,79 @@ def render(row: Row, tokenizer: PreTrainedTokenizerBase, data: ArithmeticData | 
         )
     if not chat:
         return tokenizer(row.prompt)["input_ids"]  # pyright: ignore[reportReturnType] one text gives one list
-    assert isinstance(data, FileData)
-    messages = row.prompt if _is_chat(row.prompt) else [{"role": "user", "content": row.prompt}]
+    assert isinstance(data, DatasetData)
+    messages = row.prompt if is_chat(row.prompt) else [{"role": "user", "content": row.prompt}]
     if data.system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": data.system}, *messages]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    tools = row.columns.get("tools")
+    own = row.columns.get("chat_template_kwargs") or {}  # as TRL's datasets have it
+    try:
+        text = tokenizer.apply_chat_template(
+            messages,
+            tools=json.loads(tools) if isinstance(tools, str) else tools,
+            add_generation_prompt=True,
+            tokenize=False,
+            **{**data.chat_kwargs, **own},
+        )
+    except (TemplateError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"data: row {row.number} of {data.path} does not go through the chat template: {error}"
+        ) from error
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportArgumentType, reportReturnType]
+
+
+def _part(row: Row, data: TaskData) -> ArithmeticData | DatasetData:
+    return data.named[row.columns["part"]].data if isinstance(data, MixtureData) else data
 
 
 def make_prompt(row: Row, group: int, tokens: list[int], seeds: list[int]) -> Prompt:
     return Prompt(group=group, tokens=tokens, seeds=seeds, prompt=row.prompt, columns=row.columns)
 
 
-def check_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, data: ArithmeticData | FileData, limit: int) -> None:
-    """Raise ValueError for a prompt of more than `limit` tokens (model.max_length - rollout.max_new_tokens), training
-    and held-out rows alike."""
-    if isinstance(data, FileData) and data.system and not (data.chat and tokenizer.chat_template):
-        warnings.warn("data.system is not used: prompts do not go through a chat template", stacklevel=2)
-    rows = sorted(_rows(task), key=lambda row: -len(str(row.prompt)))
-    for row in rows[:CHECKED_PROMPTS] if isinstance(data, FileData) else rows[:1]:
-        length = len(render(row, tokenizer, data))
-        if length > limit:
-            where = f"row {row.number} of {data.path}" if isinstance(data, FileData) else repr(row.prompt)
-            raise ValueError(
-                f"data: the prompt of {where} has {length} tokens, expected at most {limit} = model.max_length - "
-                f"rollout.max_new_tokens: shorten it, or change one of the two"
+def longest(row: Row, data: TaskData, limit: int) -> int:
+    """Tokens that the row's prompt may have: data.max_prompt_tokens, and never more than `limit`."""
+    part = _part(row, data)
+    most = part.max_prompt_tokens if isinstance(part, DatasetData) else None
+    return min(limit, most or limit)
+
+
+def first_rows(task: AnyTask, count: int) -> Iterator[Row]:
+    """The rows of the first `count` groups, each once."""
+    yield from (row for row in map(task.row, range(count)) if not row.epoch)
+
+
+def check_prompts(task: AnyTask, tokenizer: PreTrainedTokenizerBase, data: TaskData, limit: int) -> list[str]:
+    """Render the held-out rows and the first CHECKED_ROWS training rows; what a user should know of them, line by line.
+
+    `limit` is model.max_length - rollout.max_new_tokens. Held-out rows that are too long are taken out of the task;
+    training rows are dropped when they are met. Raises ValueError where a prompt is too long and data.max_prompt_tokens
+    is not set, where no prompt is left, and for a prompt that cannot be rendered.
+    """
+    for part in [part.data for part in data.parts] if isinstance(data, MixtureData) else [data]:
+        if isinstance(part, DatasetData) and part.system and not (part.chat and tokenizer.chat_template):
+            warnings.warn("data.system is not used: prompts do not go through a chat template", stacklevel=2)
+    train, heldout = list(first_rows(task, CHECKED_ROWS)), task.heldout()
+    notes = []
+    for rows, what in ((train, "training"), (heldout, "held-out")):
+        short = [row for row in rows if _fits(row, tokenizer, data, limit)]
+        if not short:
+            raise ValueError(f"data.max_prompt_tokens: none of the first {len(rows)} {what} prompts is short enough")
+        if len(short) < len(rows):
+            notes.append(
+                f"{len(rows) - len(short)} of {len(rows)} {what} prompts that were looked at are longer than "
+                f"data.max_prompt_tokens: dropped"
             )
+        rows[:] = short
+    return notes
 
 
-def _rows(task: Task) -> Iterator[Row]:
-    yield from (task.row(g) for g in range(len(task)))
-    yield from task.heldout()
+def _fits(row: Row, tokenizer: PreTrainedTokenizerBase, data: TaskData, limit: int) -> bool:
+    """Raises ValueError for a row that does not fit the model and that nobody said to drop."""
+    length, part = len(render(row, tokenizer, data)), _part(row, data)
+    where = f"row {row.number} of {part.path}" if isinstance(part, DatasetData) else repr(row.prompt)
+    if length > limit and not (isinstance(part, DatasetData) and part.max_prompt_tokens):
+        raise ValueError(
+            f"data: the prompt of {where} has {length} tokens, expected at most {limit} = model.max_length - "
+            f"rollout.max_new_tokens: shorten it, change one of the two, or drop such rows with data.max_prompt_tokens"
+        )
+    return length <= longest(row, data, limit)

@@ -38,7 +38,6 @@ class Assigner:
     def __init__(
         self,
         run: RunConfig,
-        row: Callable[[int], Row],
         tokenizer: Any,
         scorers: Scorers,
         fleet: Fleet,
@@ -46,7 +45,7 @@ class Assigner:
         ledger: Ledger,
     ) -> None:
         self.run, self.chosen, self.needs = run, run.credit, signals_of(run)
-        self.row, self.tokenizer, self.scorers, self.fleet = row, tokenizer, scorers, fleet
+        self.tokenizer, self.scorers, self.fleet = tokenizer, scorers, fleet
         self.reward, self.ledger = reward, ledger
         self._revisions: dict[Key, list[Revision]] = {}
         self._versions: dict[Key, int] = {}  # of every trajectory for which something is kept
@@ -61,7 +60,7 @@ class Assigner:
     async def _score(self, prompt: Prompt, trajectories: list[Trajectory]) -> list[Signals]:
         negatives = None
         if self.chosen.negative is not None and self.needs & {"logp_negative", "kl_negative"}:
-            row = self.row(prompt.group)
+            row = Row(prompt.prompt, prompt.columns)
             negatives = {prompt.group: render_negative(row, self.tokenizer, self.run.data, self.chosen.negative)}
         return await self.scorers.score(list(trajectories), self.needs, negatives)
 
@@ -96,6 +95,7 @@ class Assigner:
             [row for group in groups for row in group.signals],
             method=chosen.method,
             advantage=chosen.advantage,
+            turns=chosen.turns,
             sharpening=chosen.sharpening,
             permute=chosen.permute,
             quadrant=chosen.quadrant,

@@ -6,6 +6,8 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +37,7 @@ def quiet() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every retry; the error at the end stays
 
 
 @app.command()
@@ -61,6 +64,8 @@ def train(
     view = View()
     with view.making("demo base model") as progress:
         given = inputs(run, progress)
+    for line in given.notes:
+        view.note(line)
     check_folder(run, allow or [])
     with view.waiting("starting Ray"):
         address = remote.connect(run)
@@ -109,7 +114,7 @@ def score(
     from cluster import score as scoring
 
     console = Console(stderr=True)
-    try:
+    with told_in_one_line():
         request = scoring.Request(
             trajectories=trajectories,
             model=model,
@@ -130,17 +135,84 @@ def score(
         )
         with scoring.bar(console) as progress:
             report = scoring.score(request, progress)
-    except (ValueError, OSError) as error:
-        raise ConfigError(" ".join(str(error).split())) from error
-    except (RuntimeError, FloatingPointError) as error:
-        print(f"accredit: {' '.join(str(error).split())}", file=sys.stderr)
-        raise typer.Exit(1) from None
     for warning in report["warnings"]:
         console.print(f"accredit: warning: {warning}", highlight=False, markup=False, soft_wrap=True)
     if as_json:
         print(json.dumps(report, indent=1))
     else:
         Console().print(scoring.table(report))
+
+
+@app.command("eval")
+def evaluate(
+    target: Annotated[Path, typer.Argument(help="A run's folder, or that of a PEFT adapter.")],
+    config: Annotated[Path | None, typer.Option(help="Model, data and reward; of a run: its own.")] = None,
+    version: Annotated[str, typer.Option(help="Of a run: a number, best or last.")] = "last",
+    base: Annotated[bool, typer.Option("--base", help="The base model, without any adapter.")] = False,
+    samples: Annotated[int | None, typer.Option(help="Completions per prompt; the config's by default.")] = None,
+    k: Annotated[str | None, typer.Option(help="pass@k to estimate, with commas: 1,4,8")] = None,
+    greedy: Annotated[bool | None, typer.Option(help="Also one completion at temperature 0.")] = None,
+    limit: Annotated[int | None, typer.Option(help="The first held-out rows only.", min=1)] = None,
+    compare: Annotated[Path | None, typer.Option(help="Another evaluation's JSON: the paired change.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write, with every prompt's rewards.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Held-out accuracy of an adapter or of the base model, with 95 % intervals: sampled, greedy, pass@k."""
+    from cluster import offline
+
+    with told_in_one_line():
+        request = offline.Request(
+            target=target,
+            config=config,
+            version=version,
+            base=base,
+            samples=samples,
+            k=None if k is None else offline.numbers(k),
+            greedy=greedy,
+            limit=limit,
+            compare=compare,
+            out=out,
+        )
+        report = offline.evaluate(request, Console(stderr=True))
+    if as_json:
+        print(json.dumps(report, indent=1, default=str))
+    else:
+        Console().print(offline.table(report))
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    out: Annotated[Path, typer.Option(help="Folder to write: new, or empty.")],
+    version: Annotated[str, typer.Option(help="A number, best or last.")] = "last",
+    merge: Annotated[bool, typer.Option("--merge", help="The whole model with the adapter in it.")] = False,
+) -> None:
+    """Write an adapter for others to load: PEFT folder or merged model, checked, with a model card."""
+    from cluster import export as exporting
+
+    with told_in_one_line():
+        done = exporting.export(run, version, merge, out)
+    print(f"{done.folder}: v{done.adapter.version}, digest {done.adapter.digest}; {done.proof}")
+
+
+@app.command()
+def report(
+    source: Annotated[Path, typer.Argument(help="A run's folder, or a Parquet file of `accredit score`.")],
+    out: Annotated[Path | None, typer.Option(help="HTML file to write; report.html in the run's folder.")] = None,
+    limit: Annotated[
+        int, typer.Option(help="Trajectories on the page, about; evenly spaced ones of more.", min=1)
+    ] = 5000,
+    model: Annotated[str | None, typer.Option(help="Folder of the model whose tokenizer it was, if not known.")] = None,
+) -> None:
+    """Write one HTML page, for a browser without network, that shows where the credit went, token by token."""
+    from cluster.report import page
+
+    console = Console(stderr=True)
+    with told_in_one_line(), page.bar(console) as progress:
+        written = page.write(source, out, limit, model, progress)
+    for warning in written.warnings:
+        console.print(f"accredit: warning: {warning}", highlight=False, markup=False, soft_wrap=True)
+    print(f"{written.path}: {written.trajectories:,} trajectories, {written.bytes / 1e6:.1f} MB")
 
 
 @app.command()
@@ -171,6 +243,21 @@ def doctor() -> None:
     from cluster import doctor as checks
 
     raise typer.Exit(min(1, checks.main()))
+
+
+@contextmanager
+def told_in_one_line() -> Iterator[None]:
+    """Wrong input: exit code 2; anything that fails afterwards: 1."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    except (RuntimeError, FloatingPointError, ExceptionGroup) as error:
+        first: BaseException = error
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        print(f"accredit: {' '.join(str(first).split())}", file=sys.stderr)
+        raise typer.Exit(1) from None
 
 
 def log_to(path: Path) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE steps (
@@ -49,11 +49,16 @@ CREATE TABLE groups (
     reason TEXT,
     issued_at REAL NOT NULL,
     updated_at REAL NOT NULL,
+    source TEXT,                   -- the part of a mixture that its row is from
+    epoch INTEGER,                 -- of that source
+    row INTEGER,                   -- the row's number there
     CHECK ((state = 'trained') = (step IS NOT NULL)),
     CHECK ((state = 'dropped') = (reason IS NOT NULL)),
-    CHECK (state IN ('leased', 'dropped') OR (version IS NOT NULL AND digest IS NOT NULL))
+    CHECK (state IN ('leased', 'dropped') OR (version IS NOT NULL AND digest IS NOT NULL AND row IS NOT NULL)),
+    CHECK ((source IS NULL) = (row IS NULL) AND (epoch IS NULL) = (row IS NULL))
 );
 CREATE INDEX groups_by_state ON groups (state);
+CREATE UNIQUE INDEX groups_by_row ON groups (source, epoch, row);  -- a row is issued once in an epoch
 CREATE TABLE failures (
     group_id INTEGER NOT NULL REFERENCES groups (id),
     sample INTEGER NOT NULL,       -- completion within the group
@@ -75,6 +80,9 @@ CREATE TRIGGER groups_end_once BEFORE UPDATE ON groups
 WHEN OLD.state = 'dropped' OR OLD.state = 'trained' AND NOT (
     NEW.state = 'leased' AND EXISTS (SELECT 1 FROM steps JOIN voided USING (step, attempt) WHERE step = OLD.step))
 BEGIN SELECT RAISE (ABORT, 'a group that was trained or dropped never changes'); END;
+CREATE TRIGGER groups_keep_row BEFORE UPDATE OF source, epoch, row ON groups
+WHEN OLD.row IS NOT NULL AND (OLD.source, OLD.epoch, OLD.row) IS NOT (NEW.source, NEW.epoch, NEW.row)
+BEGIN SELECT RAISE (ABORT, 'a group keeps its row: the data is not what it was when the run began'); END;
 CREATE TRIGGER groups_stay BEFORE DELETE ON groups
 BEGIN SELECT RAISE (ABORT, 'a group never leaves the ledger'); END;
 CREATE TRIGGER steps_in_order BEFORE INSERT ON steps WHEN NEW.step <> (SELECT coalesce(max(step), 0) + 1 FROM steps)
@@ -122,6 +130,7 @@ class Ledger:
         self._pending: dict[int, tuple[Any, ...]] = {}
         self._failures: list[tuple[int, int, str]] = []
         self._revisions: list[tuple[int, int, int, str]] = []
+        self._rows: list[tuple[str, int, int, int]] = []
         try:
             self._db = sqlite3.connect(path, isolation_level=None, timeout=10, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode = WAL")
@@ -165,6 +174,10 @@ class Ledger:
             )
         self._again, self._next = self._again[count:], fresh.stop
         return [*again, *fresh]
+
+    def drawn(self, group: int, source: str, epoch: int, row: int) -> None:
+        """The row of a leased group: before it is sampled, and the same each time that the group is leased."""
+        self._rows.append((source, epoch, row, group))
 
     def sampled(self, group: int, version: int, digest: str) -> None:
         self._mark(group, "sampled", version, digest, None)
@@ -236,6 +249,10 @@ class Ledger:
         """Groups by state, as last flushed."""
         return dict(self._db.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall())
 
+    def drops(self) -> dict[str, int]:
+        """Dropped groups by reason, as last flushed."""
+        return dict(self._db.execute("SELECT reason, count(*) FROM groups WHERE state = 'dropped' GROUP BY 1"))
+
     def close(self) -> None:
         try:
             self.flush()
@@ -249,6 +266,7 @@ class Ledger:
         try:
             with self._db:  # COMMIT, or ROLLBACK on any exception
                 self._db.execute("BEGIN IMMEDIATE")
+                self._db.executemany("UPDATE groups SET source = ?, epoch = ?, row = ? WHERE id = ?", self._rows)
                 done = self._db.executemany(
                     "UPDATE groups SET state = ?, version = coalesce(?, version), digest = coalesce(?, digest),"
                     " reason = ?, updated_at = ? WHERE id = ?",
@@ -261,6 +279,7 @@ class Ledger:
         except sqlite3.Error as error:
             raise RuntimeError(f"{self.path}: the ledger cannot be written: {error}") from error
         self._pending.clear()
+        self._rows.clear()
         self._failures.clear()
         self._revisions.clear()
 
@@ -341,6 +360,12 @@ def _report(db: sqlite3.Connection) -> dict[str, Any]:
         "last_step": one("SELECT max(step) FROM steps"),
         "dropped_by_reason": dict(db.execute("SELECT reason, count(*) FROM groups WHERE state = 'dropped' GROUP BY 1")),
         "failed_samples_by_reason": dict(db.execute("SELECT reason, count(*) FROM failures GROUP BY 1")),
+        "rows_by_epoch": {
+            f"{source} epoch {epoch}".strip(): {"issued": issued, "duplicates": issued - rows}
+            for source, epoch, issued, rows in db.execute(
+                "SELECT source, epoch, count(*), count(DISTINCT row) FROM groups WHERE row IS NOT NULL GROUP BY 1, 2"
+            )
+        },
         "sampled_again": one("SELECT coalesce(sum(attempts - 1), 0) FROM groups"),
         "voided_steps": [f"{row[0]}: {row[1]}" for row in db.execute("SELECT step, reason FROM voided ORDER BY rowid")],
         "steps_without_groups": one(
@@ -354,6 +379,7 @@ def _report(db: sqlite3.Connection) -> dict[str, Any]:
     report["balanced"] = (
         issued == trained + dropped + opened
         and report["orphans"] == report["steps_without_groups"] == report["missing_steps"] == 0
+        and not any(epoch["duplicates"] for epoch in report["rows_by_epoch"].values())
         and report["integrity"] == "ok"
     )
     return report

@@ -29,6 +29,9 @@ from credit.trajectory import Batch, Prompt, Sample, Signals, Trajectory
 MAX_DROPS = 20
 """Groups dropped in a row, as a multiple of prompts_per_step, before the run gives up."""
 
+TOO_LONG = "the prompt is too long"
+"""Reason of a drop."""
+
 PATIENCE = 6
 """The loop's own deadline, as a multiple of its stages' and of an actor's start: a fleet tries more than once."""
 
@@ -43,7 +46,7 @@ def sampling_seed(seed: int, group: int, index: int) -> int:
 class Stages(Protocol):
     """What the loop drives."""
 
-    def prompt(self, group: int) -> Prompt: ...
+    async def prompt(self, group: int) -> Prompt | str: ...
     async def sample(self, prompts: list[Prompt], done: Callable[[list[Sample]], None]) -> None: ...
     async def reward(self, prompt: Prompt, samples: list[Sample]) -> Sequence[float | str]: ...
     async def signals(self, prompt: Prompt, trajectories: list[Trajectory]) -> list[Signals]: ...
@@ -147,7 +150,13 @@ class Loop:
 
     async def _wave(self, groups: list[int]) -> None:
         """Sample the groups, finish each as it completes. Dropped groups are replaced when the whole wave is over."""
-        prompts = {group: self.stages.prompt(group) for group in groups}
+        prompts: dict[int, Prompt] = {}
+        for group in groups:
+            prompt = await self.stages.prompt(group)
+            if isinstance(prompt, str):
+                self._drop(group, prompt)
+            else:
+                prompts[group] = prompt
         finishing: list[asyncio.Task[bool]] = []
         async with asyncio.TaskGroup() as tasks:
 
@@ -155,10 +164,11 @@ class Loop:
                 self._tally.tokens += sum(int(sample.mask.sum()) for sample in samples)
                 finishing.append(tasks.create_task(self._finish(prompts[samples[0].group], samples)))
 
-            with self._sampling:
-                await self.stages.sample(list(prompts.values()), done)
-        if len(finishing) != len(groups):
-            raise RuntimeError(f"loop: {len(groups)} groups were to be sampled, got {len(finishing)}: {groups}")
+            if prompts:
+                with self._sampling:
+                    await self.stages.sample(list(prompts.values()), done)
+        if len(finishing) != len(prompts):
+            raise RuntimeError(f"loop: {len(prompts)} groups were to be sampled, got {len(finishing)}: {[*prompts]}")
         kept = sum(task.result() for task in finishing)
         for _ in range(len(groups) - kept):
             self._slots.release()
@@ -180,6 +190,8 @@ class Loop:
             return self._drop(prompt.group, "fewer than two completions have a reward")
         if self._stale(version):
             return self._drop(prompt.group, "stale")
+        if self.run.rollout.refill and len({row.reward for row in trajectories}) == 1:
+            return self._drop(prompt.group, "all rewards are equal")
         rewarded_at = time.monotonic()
         try:
             with self._crediting:
@@ -201,8 +213,9 @@ class Loop:
         self._drops_in_a_row += 1
         if self._drops_in_a_row > MAX_DROPS * self.batch_size:
             raise RuntimeError(
-                f"loop: {self._drops_in_a_row} groups in a row were dropped, the last because: {reason}; "
-                f"failed samples since the last step: {dict(self._tally.failed)}"
+                f"loop: {self._drops_in_a_row} groups in a row were dropped, expected at most "
+                f"{MAX_DROPS * self.batch_size} ({MAX_DROPS} batches); dropped since the last step: "
+                f"{dict(self._tally.dropped)}; failed samples: {dict(self._tally.failed)}"
             )
         return False
 
@@ -265,6 +278,7 @@ class Loop:
             "rollout/tokens": tally.tokens,
             "rollout/length_mean": float(batch.mask.sum(1).float().mean()),
             "groups/dropped": tally.dropped.total(),
+            "groups/too_long": tally.dropped[TOO_LONG],
             "samples/failed": tally.failed.total(),
             "queue/ready": self._ready.qsize(),
             "time/sample_s": self._sampling.take(),

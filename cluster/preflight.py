@@ -1,5 +1,6 @@
 """Everything that can be wrong with a run's input, found before any actor starts."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,10 +8,14 @@ from pathlib import Path
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 import credit
+from actors import environment, reward
 from actors.demo import demo_base
 from actors.negatives import render_negative
-from actors.tasks import Task, check_prompts, make_task
+from actors.rows import Row
+from actors.tasks import AnyTask, check_prompts, first_rows, make_prompt, make_task, render
+from cluster.loop import sampling_seed
 from configs.schema import ArithmeticData, ConfigError, CreditConfig, RunConfig
+from credit.trajectory import Prompt
 from learner.lora import check_targets
 from learner.loss import LOSSES
 
@@ -25,7 +30,13 @@ class Inputs:
 
     model: str  # a local folder or hub id
     tokenizer: PreTrainedTokenizerBase
-    task: Task
+    task: AnyTask
+    notes: list[str]  # what a user should know before the start
+
+    def prompt(self, run: RunConfig, row: Row, group: int, count: int) -> Prompt:
+        """`count` completions of the row, with the group's own sampling seeds."""
+        seeds = [sampling_seed(run.seed, group, index) for index in range(count)]
+        return make_prompt(row, group, render(row, self.tokenizer, run.data), seeds)
 
 
 def inputs(run: RunConfig, progress: Progress) -> Inputs:
@@ -43,6 +54,11 @@ def _inputs(run: RunConfig, progress: Progress) -> Inputs:
         raise ConfigError(f"learner.loss.name: got {run.learner.loss.name!r}, expected one of: {', '.join(LOSSES)}")
     _check_credit(run.credit)
     task = make_task(run.data, run.seed)
+    columns = list(task.row(0).columns)
+    if run.environment:
+        asyncio.run(environment.check(run.environment, columns))
+    else:
+        asyncio.run(reward.check(run.reward, columns))
     model = run.model.path
     if model == "demo":
         data = run.data if isinstance(run.data, ArithmeticData) else ArithmeticData(task="arithmetic")
@@ -60,11 +76,11 @@ def _inputs(run: RunConfig, progress: Progress) -> Inputs:
             f"model.max_length: got {run.model.max_length}, expected at most {context}: the model's context"
         )
     check_targets(model, run.lora.targets)
-    check_prompts(task, tokenizer, run.data, run.model.max_length - run.rollout.max_new_tokens)
+    notes = check_prompts(task, tokenizer, run.data, run.model.max_length - run.rollout.max_new_tokens)
     if run.credit.negative is not None:
-        for group in range(min(len(task), CHECKED_NEGATIVES)):
-            render_negative(task.row(group), tokenizer, run.data, run.credit.negative)
-    return Inputs(model=model, tokenizer=tokenizer, task=task)
+        for row in first_rows(task, CHECKED_NEGATIVES):
+            render_negative(row, tokenizer, run.data, run.credit.negative)
+    return Inputs(model=model, tokenizer=tokenizer, task=task, notes=notes)
 
 
 def _check_credit(chosen: CreditConfig) -> None:

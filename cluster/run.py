@@ -1,7 +1,6 @@
 """One training run: joins the parts, resumes after the last committed step, evaluates before and after."""
 
 import asyncio
-import itertools
 import logging
 import os
 import signal
@@ -13,15 +12,18 @@ from typing import Any
 
 import yaml
 
-from actors.reward import RewardPool
-from actors.tasks import Row, make_prompt, render
-from cluster import remote, trajectories
+from actors.environment import EpisodeRewards
+from actors.reward import RewardPool, Tally
+from actors.tasks import first_rows, longest, render
+from cluster import evaluation, remote, trajectories
 from cluster.assigner import Assigner
+from cluster.canary import TOKENS, tokens_of
 from cluster.checkpoints import Checkpoints
+from cluster.deadline import within
 from cluster.fleet import Fleet, Scorers
 from cluster.ledger import Ledger, check_free, die_at
-from cluster.loop import Group, Loop, sampling_seed
-from cluster.metrics import Metrics, read
+from cluster.loop import TOO_LONG, Group, Loop
+from cluster.metrics import Metrics
 from cluster.preflight import Inputs
 from cluster.publisher import Publisher
 from cluster.view import View
@@ -30,7 +32,7 @@ from credit.trajectory import Batch, Prompt, Sample, Signals, Trajectory
 
 log = logging.getLogger("accredit.run")
 
-CANARY_TOKENS = 48
+ROW_TIMEOUT_S = 3600.0  # for one row: after a crash a stream is read again up to where the run was
 
 
 class Run:
@@ -41,38 +43,38 @@ class Run:
         self.folder = run.folder
         self.ledger = Ledger(self.folder / "ledger.sqlite")
         self.checkpoints = Checkpoints(self.folder, run.keep_checkpoints)
-        self.rewards = RewardPool(run.reward.function, run.reward.workers, run.reward.timeout_s)
+        self.rewards = RewardPool(run.reward) if run.environment is None else EpisodeRewards()
         objects = remote.Objects()
         self.fleet = Fleet(run, partial(remote.RemoteReplica.start, run, given.model, objects))
         self.scorers = Scorers(run, partial(remote.RemoteScorer.start, run, given.model, objects))
-        self.assigner = Assigner(
-            run, given.task.row, given.tokenizer, self.scorers, self.fleet, self.reward, self.ledger
-        )
-        self.learners = remote.Learners(run, given.model, self._canary())
+        self.assigner = Assigner(run, given.tokenizer, self.scorers, self.fleet, self.reward, self.ledger)
+        rows = (row for row in first_rows(given.task, TOKENS) if row.prompt is not None)
+        prompts = (render(row, given.tokenizer, run.data) for row in rows)
+        self.learners = remote.Learners(run, given.model, tokens_of(prompts, run.model.max_length - 1))
         self.publisher = Publisher(self.learners, self.fleet, self.scorers, self.folder)
         self.metrics = Metrics(self.folder, run.name)
         self.skipped_in_a_row = 0
 
-    def _canary(self) -> list[int]:
-        """The first training prompts, end to end: tokens that the model will meet."""
-        prompts = (self.prompt(group).tokens for group in range(len(self.given.task)))
-        tokens = list(itertools.islice(itertools.chain.from_iterable(prompts), CANARY_TOKENS))
-        return tokens[: self.run.model.max_length - 1]
-
     # ---- stages ----
 
-    def prompt(self, group: int) -> Prompt:
-        return self._prompt(self.given.task.row(group), group, self.run.rollout.group_size)
-
-    def _prompt(self, row: Row, group: int, count: int) -> Prompt:
-        seeds = [sampling_seed(self.run.seed, group, index) for index in range(count)]
-        return make_prompt(row, group, render(row, self.given.tokenizer, self.run.data), seeds)
+    async def prompt(self, group: int) -> Prompt | str:
+        """The prompt of a group, or why its row has none: rows beyond those of the preflight are first met here."""
+        reading = asyncio.to_thread(self.given.task.row, group)
+        row = await within(ROW_TIMEOUT_S, f"data: the row of group {group}", reading)
+        self.ledger.drawn(group, row.source, row.epoch, row.number)
+        try:
+            prompt = self.given.prompt(self.run, row, group, self.run.rollout.group_size)
+        except ValueError as error:
+            log.warning("group %d: %s", group, error)
+            return "the row makes no prompt"
+        limit = longest(row, self.run.data, self.run.model.max_length - self.run.rollout.max_new_tokens)
+        return prompt if len(prompt.tokens) <= limit else TOO_LONG
 
     async def sample(self, prompts: list[Prompt], done: Any) -> None:
         await self.fleet.sample(prompts, done)
 
     async def reward(self, prompt: Prompt, samples: list[Sample]) -> list[float | str]:
-        return await self.rewards.score(prompt.prompt, [sample.text for sample in samples], prompt.columns)
+        return await self.rewards.score_samples(prompt, samples, self.run.steps, None if prompt.group >= 0 else Tally())
 
     async def signals(self, prompt: Prompt, trajectories: list[Trajectory]) -> list[Signals]:
         return await self.assigner.signals(prompt, trajectories)
@@ -128,6 +130,7 @@ class Run:
 
     async def _log(self, step: int, metrics: dict[str, float], groups: list[Group], batch: Batch) -> None:
         metrics |= {"fleet/restarts": self.fleet.restarts, "learner/restarts": self.learners.restarts}
+        metrics |= self.rewards.tally.take()
         self.metrics.write(step, metrics)
         self.view.step(step, metrics)
         await asyncio.to_thread(trajectories.write, self.folder, step, groups, batch)
@@ -135,36 +138,19 @@ class Run:
         if every and step % every == 0 and step < self.run.steps:
             await self.evaluate(step)
 
-    async def evaluate(self, step: int) -> dict[str, float]:
-        """Sampled accuracy on the held-out rows under the newest version."""
-        rows = self.given.task.heldout()
-        # groups below 0 are not the ledger's: they are never trained
-        prompts = {-1 - i: self._prompt(row, -1 - i, self.run.eval.samples) for i, row in enumerate(rows)}
-        answers: dict[int, asyncio.Task[list[float | str]]] = {}
-        versions: set[int] = set()
+    async def evaluate(self, step: int) -> evaluation.Report:
+        """Held-out accuracy under the newest version, to metrics.jsonl and evals/; adapters/best may move to it."""
+        prompts = evaluation.heldout_prompts(self.run, self.given)
+        report = await evaluation.evaluate(self.run, prompts, self.fleet, self.reward)
+        evaluation.write(evaluation.path_of(self.folder, report["version"]), report)
+        await asyncio.to_thread(evaluation.mark_best, self.folder)
+        self.metrics.write(step, evaluation.record(report))
+        return report
 
-        def done(samples: list[Sample]) -> None:
-            group = samples[0].group
-            versions.add(samples[0].version)
-            answers[group] = asyncio.create_task(self.reward(prompts[group], samples))
-
-        await self.fleet.sample(list(prompts.values()), done)
-        rewards = [reward for answer in answers.values() for reward in await answer]
-        scores = [reward for reward in rewards if not isinstance(reward, str)]
-        record = {
-            "eval/accuracy": sum(score >= self.run.reward.correct for score in scores) / max(1, len(scores)),
-            "eval/reward_mean": sum(scores) / max(1, len(scores)),
-            "eval/samples": len(scores),
-            "eval/failed": len(rewards) - len(scores),
-            "eval/version": max(versions),
-        }
-        self.metrics.write(step, record)
-        return record
-
-    async def before(self, step: int) -> dict[str, Any]:
+    async def before(self, step: int) -> evaluation.Report:
         """The evaluation that the run began with: of a resumed run, the one on record."""
-        recorded = [record for record in read(self.folder) if record["step"] == 0 and "eval/accuracy" in record]
-        return recorded[0] if recorded else await self.evaluate(step)
+        recorded = evaluation.path_of(self.folder, 0)
+        return evaluation.read(recorded) if recorded.exists() else await self.evaluate(step)
 
     async def close(self) -> list[BaseException]:
         """End every actor, then close the files, whatever fails on the way. Returns and logs what failed."""
@@ -272,12 +258,20 @@ async def _train(job: Run) -> dict[str, Any]:
         view.note(f"resumed after step {step}")
     with view.waiting("evaluating"):
         before = await job.before(step)
-    with view.training(run, step, before["eval/accuracy"]):
+    with view.training(run, step, evaluation.figure(before)):
         await job.train(step)
     with view.waiting("evaluating"):
         after = await job.evaluate(run.steps)
-    adapter = run.folder / "adapters" / f"v{run.steps:06d}"
-    return {"before": before, "after": after, "adapter": str(adapter), "model": job.given.model, "resumed_after": step}
+    adapters = run.folder / "adapters"
+    return {
+        "before": before,
+        "after": after,
+        "adapter": str(adapters / f"v{run.steps:06d}"),
+        "best": (adapters / "best").readlink().name,
+        "model": job.given.model,
+        "resumed_after": step,
+        "dropped": job.ledger.drops(),
+    }
 
 
 def link_logs(folder: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import (
     BarColumn,
@@ -21,6 +22,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from cluster import evaluation
+from cluster.estimators import Estimate
 from configs.schema import RunConfig
 
 WINDOW = 10  # steps of the moving mean
@@ -81,11 +84,11 @@ class View:
             yield update
 
     @contextmanager
-    def training(self, run: RunConfig, step: int, accuracy: float) -> Iterator[None]:
+    def training(self, run: RunConfig, step: int, accuracy: Estimate) -> Iterator[None]:
         """The live panel of a run that goes on after `step`; `accuracy` is the held-out accuracy before."""
         self._title = (
             f"{run.name}  ·  {run.credit.method} credit, p = {run.credit.sharpening:g}  ·  "
-            f"held-out {accuracy:.3f} before"
+            f"held-out {accuracy.value:.3f} before"
         )
         if not self.console.is_terminal:
             self.note(self._title)
@@ -168,16 +171,20 @@ class View:
     def summary(self, run: RunConfig, result: dict[str, Any], seconds: float) -> None:
         """The end of a run: accuracy before and after, where the adapter lies and how to load it."""
         table = Table.grid(padding=(0, 2))
-        table.add_row(
-            "[cyan]held-out accuracy",
-            f"{result['before']['eval/accuracy']:.3f} -> "
-            f"[bold green]{result['after']['eval/accuracy']:.3f}[/bold green]"
-            f"  [dim]({result['after']['eval/samples']} sampled answers)[/dim]",
-        )
-        table.add_row("[cyan]adapter", result["adapter"])
+        before, after = result["before"], result["after"]
+        gains = evaluation.compare(after, before) if evaluation.same_rows(after, before) else {}
+        kinds = {"accuracy": f"held-out accuracy, {after['samples']} samples", "greedy": "held-out accuracy, greedy"}
+        for name in (name for name in kinds if name in before["figures"] and name in after["figures"]):
+            old, new = (escape(f"{evaluation.figure(report, name)}") for report in (before, after))
+            change = f"  [dim]change {escape(f'{gains[name]:+}')}[/dim]" if name in gains else ""
+            table.add_row(f"[cyan]{kinds[name]}", f"{old} -> [bold green]{new}[/bold green]{change}")
+        table.add_row("[cyan]adapter", f"{result['adapter']}  [dim]adapters/best is {result['best']}[/dim]")
         table.add_row(
             "[cyan]metrics", f"{run.folder}/metrics.jsonl   [dim]tensorboard --logdir {run.folder}/tensorboard[/dim]"
         )
+        if result["dropped"]:
+            reasons = ", ".join(f"{count} because {reason}" for reason, count in result["dropped"].items())
+            table.add_row("[cyan]dropped groups", escape(reasons))
         table.add_row("[cyan]ledger", f"accredit audit {run.folder}")
         table.add_row("[cyan]time", f"{seconds:.0f} s")
         self.console.print(Panel(table, title=f"{run.name}: {run.steps} steps", border_style="green", expand=False))

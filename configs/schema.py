@@ -47,36 +47,133 @@ class ArithmeticData(Config):
     """Addition with a scratchpad, generated from the run's seed: `37+48?` -> `7+8=15,3+4+1=8:85`."""
 
     task: Literal["arithmetic"]
+    operation: Literal["+", "*"] = "+"
+    """Of the questions; products are for a model with a calculator (docs/environments.md)."""
     digits: Annotated[int, Field(ge=1, le=9)] = 2
     heldout: PositiveInt = 256
     """Held-out questions; never among the training questions."""
 
 
-class FileData(Config):
-    """Rows of a JSONL, JSON, Parquet or CSV file."""
+class DatasetData(Config):
+    """Rows of files, of a folder or of a hub dataset (docs/tasks.md)."""
 
-    task: Literal["file"]
-    path: str
+    task: Literal["dataset"]
+    path: str | list[str]
+    """JSONL, JSON, Parquet or CSV: a file, a glob or a list of them; a folder; or a hub id (owner/name)."""
+    name: str | None = None
+    """Configuration of a hub dataset."""
+    split: str = "train"
+    revision: str | None = None
+    """Branch, tag or commit of a hub dataset."""
     columns: dict[str, str] = {}
-    """New name -> column of the file. Columns keep their names otherwise."""
+    """New name -> column of the dataset. Columns keep their names otherwise."""
+    filter: dict[str, Any] = {}
+    """Column -> the value, or list of values, that a row must have to be used."""
     prompt: str = "{prompt}"
     """Template over the (renamed) columns."""
     system: str | None = None
     """System message, when the tokenizer has a chat template."""
     chat: bool = True
-    """Apply the tokenizer's chat template, where it has one."""
+    """Apply the tokenizer's chat template, where it has one; a `tools` column goes to it."""
+    chat_kwargs: dict[str, Any] = {}
+    """More arguments of the chat template: {enable_thinking: false}."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Drop rows with longer prompts, and count them; without it, a prompt that does not fit the model is an error."""
     heldout: PositiveInt = 64
-    """Rows taken off the end of the shuffled file for evaluation."""
+    """Rows for evaluation, off the end of the shuffled training split; the first ones of a stream."""
+    heldout_split: str | None = None
+    """Take them from this split instead."""
+    streaming: bool = False
+    """Read rows as they are needed, and shuffle within blocks of `buffer` rows."""
+    buffer: PositiveInt = 10_000
+
+
+class MixturePart(Config):
+    weight: PositiveFloat = 1.0
+    name: str | None = None
+    """What the reward receives as the column `part`; the place in the list, from 0, by default."""
+    data: Annotated[ArithmeticData | DatasetData, Field(discriminator="task")]
+
+
+class MixtureData(Config):
+    """Several tasks at once: each draws its share of the groups, and has its own epochs."""
+
+    task: Literal["mixture"]
+    parts: Annotated[list[MixturePart], Field(min_length=1)]
+
+    @property
+    def named(self) -> dict[str, MixturePart]:
+        return {part.name or str(place): part for place, part in enumerate(self.parts)}
+
+    @model_validator(mode="after")
+    def _parts_can_be_told_apart(self) -> "MixtureData":
+        if len(self.named) < len(self.parts):
+            raise ValueError(
+                f"data.parts: got the names {', '.join(part.name or str(i) for i, part in enumerate(self.parts))}, "
+                f"expected a different one for each part"
+            )
+        return self
+
+
+TaskData = ArithmeticData | DatasetData | MixtureData
+
+
+class RewardPart(Config):
+    """One term of a weighted sum of rewards."""
+
+    function: str
+    weight: float = 1.0
+    options: dict[str, Any] = {}
+    name: str = ""
+    """In the metrics: `reward/part/NAME_mean`. Empty: the last part of the function's path."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.function.rpartition(".")[2]
 
 
 class RewardConfig(Config):
-    function: str = "actors.rewards.exact_match"
-    """Dotted path of `f(prompts, completions, **columns) -> list[float]`."""
+    function: str = "exact"
+    """A built-in (docs/rewards.md), or the dotted path of `f(prompts, completions, **columns) -> list[float]`."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the function."""
+    parts: list[RewardPart] = []
+    """In place of `function`: rewards that are summed."""
+    env: list[str] = []
+    """Names of environment variables that the functions may see; they see no others."""
     workers: PositiveInt = 1
     timeout_s: PositiveFloat = 10.0
     """Deadline for one group; a reward that takes longer is killed and its samples fail."""
     correct: float = 1.0
     """A reward of at least this counts as correct."""
+
+    @property
+    def weighted(self) -> list[RewardPart]:
+        return self.parts or [RewardPart(function=self.function, options=self.options)]
+
+    @model_validator(mode="after")
+    def _parts_are_told_apart(self) -> "RewardConfig":
+        if self.parts and (self.function != "exact" or self.options):
+            raise ValueError("reward.parts: got reward.function or reward.options as well, expected either: drop one")
+        names = [part.label for part in self.parts]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise ValueError(f"reward.parts: got two called {twice[0]!r}, expected different ones: set their `name`")
+        return self
+
+
+class EnvironmentConfig(Config):
+    """Completions become turns of an episode with the user's environment (docs/environments.md)."""
+
+    path: str
+    """Dotted path of a class with `reset(**columns)` and `step(completion)`."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the class."""
+    max_turns: PositiveInt = 8
+    timeout_s: PositiveFloat = 10.0
+    """Deadline of one call; an environment that takes longer is killed and its sample fails."""
+    workers: PositiveInt = 32
+    """Episodes at once on each rollout replica; each has a process of its own."""
 
 
 class RolloutConfig(Config):
@@ -88,6 +185,8 @@ class RolloutConfig(Config):
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     stop: list[str] = []
+    refill: bool = False
+    """Dynamic sampling (2503.14476): drop groups whose rewards are all equal, and sample others in their place."""
     max_num_seqs: PositiveInt = 128
     kv_cache_gb: PositiveFloat = 0.5
     """CPU only."""
@@ -108,6 +207,8 @@ class CreditConfig(Config):
     """A name of `credit.METHODS`, or the dotted path of a function of signals (docs/methods.md)."""
     advantage: str = "grpo"
     """A name of `credit.ADVANTAGES`."""
+    turns: bool = False
+    """With an environment: the advantage of a turn's reward-to-go among the same turns of the group, on its tokens."""
     sharpening: Annotated[float, Field(gt=0)] = 1.0
     permute: bool = False
     """Control: shuffle the weights within each completion (same Gini, no location)."""
@@ -177,7 +278,19 @@ class EvalConfig(Config):
     every: NonNegativeInt = 0
     """Steps between evaluations on the held-out set; 0: only before and after."""
     samples: PositiveInt = 1
-    """Completions per held-out prompt."""
+    """Completions per held-out prompt, sampled as in training."""
+    k: list[PositiveInt] = [1]
+    """Numbers of completions to estimate pass@k for; pass@1 is the accuracy itself."""
+    greedy: bool = True
+    """Also one completion per held-out prompt at temperature 0."""
+
+    @model_validator(mode="after")
+    def _samples_suffice(self) -> "EvalConfig":
+        if too_many := [k for k in self.k if k > self.samples]:
+            raise ValueError(
+                f"eval.k: got {too_many[0]}, expected at most eval.samples={self.samples}: pass@k needs k completions"
+            )
+        return self
 
 
 class RunConfig(Config):
@@ -190,8 +303,10 @@ class RunConfig(Config):
     keep_checkpoints: PositiveInt = 3
     model: ModelConfig = ModelConfig()
     lora: LoraConfig = LoraConfig()
-    data: Annotated[ArithmeticData | FileData, Field(discriminator="task")]
+    data: Annotated[TaskData, Field(discriminator="task")]
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig | None = None
+    """Where it is set, rewards are the environment's, and the prompt's completion may have several turns."""
     rollout: RolloutConfig = RolloutConfig()
     credit: CreditConfig = CreditConfig()
     learner: LearnerConfig = LearnerConfig()
@@ -222,6 +337,24 @@ class RunConfig(Config):
                 f"rollout.min_replicas: got {self.rollout.min_replicas}, expected at most "
                 f"rollout.replicas={self.rollout.replicas}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _rewards_have_one_source(self) -> "RunConfig":
+        if self.environment and (self.reward.parts or self.reward.function != "exact"):
+            raise ValueError(
+                f"environment: its rewards are the run's, got reward.{'parts' if self.reward.parts else 'function'} as "
+                f"well, expected either: drop one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _turns_have_an_environment(self) -> "RunConfig":
+        if self.credit.turns and (self.environment is None or self.credit.method == "ibpo"):
+            without = (
+                "no environment" if self.environment is None else "credit.method='ibpo', which shapes whole rewards"
+            )
+            raise ValueError(f"credit.turns: got {without}, expected an environment and another method: switch it off")
         return self
 
     @model_validator(mode="after")
@@ -274,7 +407,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
 def _explain(path: str, problem: Any) -> str:
     """One line for one pydantic error."""
     # pydantic puts the discriminator's value into the location of a tagged union; users do not write it
-    field = ".".join(str(part) for part in problem["loc"] if part not in ("arithmetic", "file"))
+    field = ".".join(str(part) for part in problem["loc"] if part not in ("arithmetic", "dataset", "mixture"))
     if problem["type"] == "extra_forbidden":
         section: Any = RunConfig
         for part in problem["loc"][:-1]:

@@ -1,11 +1,13 @@
 """Fixtures that several folders of tests share."""
 
 import os
+import tempfile
 
 # before torch, ray or vllm are imported anywhere
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_CACHE", f"{tempfile.gettempdir()}/accredit-tests-datasets")
 
 from pathlib import Path
 

@@ -17,13 +17,15 @@ G = 2
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # fsync is what costs time
 
 
-def config(steps: int = 4, staleness: int = 0, prompts: int = 3, timeout_s: float = 5.0) -> RunConfig:
+def config(
+    steps: int = 4, staleness: int = 0, prompts: int = 3, timeout_s: float = 5.0, refill: bool = False
+) -> RunConfig:
     return RunConfig(
         name="run",
         steps=steps,
         max_staleness=staleness,
         data=ArithmeticData(task="arithmetic"),
-        rollout=RolloutConfig(prompts_per_step=prompts, group_size=G, timeout_s=timeout_s),
+        rollout=RolloutConfig(prompts_per_step=prompts, group_size=G, timeout_s=timeout_s, refill=refill),
         reward=RewardConfig(timeout_s=timeout_s),
         credit=CreditConfig(timeout_s=timeout_s),
     )
@@ -55,7 +57,8 @@ class Control:
         self.rewards: dict[int, list[float | str]] = {}
         self.waves: list[list[int]] = []
 
-    def prompt(self, group: int) -> Prompt:
+    async def prompt(self, group: int) -> Prompt | str:
+        self.ledger.drawn(group, "", 0, group)
         return Prompt(group=group, tokens=[1], seeds=list(range(G)), prompt="", columns={})
 
     async def sample(self, prompts: list[Prompt], done: Callable[[list[Sample]], None]) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +16,6 @@ from credit.trajectory import Trajectory
 from tests.cluster.test_run import adapter, config, of_completion, train, trajectories
 
 pytestmark = pytest.mark.ray
-
-
-@pytest.fixture(scope="module")
-def cluster(tiny_model: Path) -> Iterator[None]:
-    import ray
-
-    from cluster import remote
-
-    remote.connect(config(tiny_model, Path("/nowhere"), "probe"), dashboard=False)
-    yield
-    ray.shutdown()
 
 
 def trajectory(row: dict) -> Trajectory:

@@ -29,7 +29,8 @@ class Joined(Control):
         super().__init__(ledger)
         self.fleet, self.scorers = Fleet(run, world.start), Scorers(run, world.start)
 
-    def prompt(self, group: int) -> Prompt:
+    async def prompt(self, group: int) -> Prompt | str:
+        self.ledger.drawn(group, "", 0, group)
         return prompts(group)[0]
 
     async def sample(self, prompts: list[Prompt], done: Callable[[list[Sample]], None]) -> None:

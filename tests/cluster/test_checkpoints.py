@@ -22,6 +22,7 @@ def write(checkpoints: Checkpoints, step: int) -> str:
 def commit(checkpoints: Checkpoints, ledger: Ledger, step: int) -> None:
     groups = ledger.lease(2)
     for group in groups:
+        ledger.drawn(group, "", 0, group)
         ledger.scored(group, step - 1, "digest")
     ledger.commit(step, step, write(checkpoints, step), groups)
 

@@ -69,6 +69,7 @@ BAD = {
         ["credit.negative", "solution", "answer"],
     ),
     "unknown loss": (["learner.loss.name=pg"], ["learner.loss.name", "'pg'", "ppo_clip"]),
+    "pass@k of too few samples": (["eval.k=[4]"], ["eval.k", "got 4", "eval.samples=1"]),
     "too few slots": (["rollout.min_replicas=9"], ["rollout.min_replicas", "9"]),
 }
 
@@ -97,7 +98,7 @@ def test_bad_data_is_refused_in_one_line(
     case: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     changes, words = DATA[case]
-    data = {"task": "file", "path": questions(tmp_path, ROWS), "heldout": 2, **changes}
+    data = {"task": "dataset", "path": questions(tmp_path, ROWS), "heldout": 2, **changes}
     assert run(monkeypatch, "train", str(config(tmp_path, tiny_model, data=data))) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert all(word in line for word in words), line
@@ -106,7 +107,7 @@ def test_bad_data_is_refused_in_one_line(
 def test_an_empty_dataset_is_refused(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    data = {"task": "file", "path": questions(tmp_path, [])}
+    data = {"task": "dataset", "path": questions(tmp_path, [])}
     assert run(monkeypatch, "train", str(config(tmp_path, tiny_model, data=data))) == 2
     assert "the file is empty" in capsys.readouterr().err
 
@@ -115,7 +116,7 @@ def test_a_prompt_longer_than_the_context_names_its_row(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     rows = [*ROWS, {"question": "x" * 60, "answer": "0"}]
-    data = {"task": "file", "path": questions(tmp_path, rows), "prompt": "{question}", "heldout": 2}
+    data = {"task": "dataset", "path": questions(tmp_path, rows), "prompt": "{question}", "heldout": 2}
     assert run(monkeypatch, "train", str(config(tmp_path, tiny_model, data=data))) == 2
     error = capsys.readouterr().err
     assert "row 20" in error and "48" in error, error

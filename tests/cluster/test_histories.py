@@ -58,6 +58,7 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data())
     def sampled(self, data: st.DataObject) -> None:
         group = data.draw(st.sampled_from(self._open("leased")))
+        self.ledger.drawn(group, "", group // 7, group % 7)
         self.ledger.sampled(group, self.steps, "digest")
         self.model[group] = "sampled"
 

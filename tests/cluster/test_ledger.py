@@ -34,6 +34,7 @@ def rows(path: Path, query: str = "SELECT id, state, step, reason, attempts FROM
 
 def trained(ledger: Ledger, step: int, groups: list[int]) -> None:
     for group in groups:
+        ledger.drawn(group, "", 0, group)
         ledger.sampled(group, step - 1, f"digest {step - 1}")
         ledger.scored(group, step - 1, f"digest {step - 1}")
     ledger.commit(step, step, f"checkpoint {step}", groups)
@@ -56,6 +57,7 @@ def test_what_was_open_is_leased_again_before_anything_new(path: Path) -> None:
     ledger.lease(6)
     trained(ledger, 1, [0, 2])
     ledger.dropped(3, "stale")
+    ledger.drawn(4, "", 0, 4)
     ledger.sampled(4, 1, "digest 1")
     ledger.close()
     ledger = Ledger(path)
@@ -87,6 +89,7 @@ def test_a_failed_sample_is_counted_for_the_attempt_that_counts(path: Path) -> N
 def test_a_step_that_names_a_group_that_was_not_scored_commits_nothing(path: Path) -> None:
     ledger = Ledger(path)
     ledger.lease(3)
+    ledger.drawn(0, "", 0, 0)
     ledger.scored(0, 0, "digest")
     ledger.dropped(2, "stale")
     with pytest.raises(RuntimeError, match="step 1 trained 2 groups, only 1 were scored"):
@@ -107,6 +110,54 @@ def test_a_dropped_group_cannot_come_back(path: Path) -> None:
     ledger.scored(0, 0, "digest")
     with pytest.raises(RuntimeError, match="a group that was trained or dropped never changes"):
         ledger.flush()
+
+
+def test_a_row_is_issued_once_in_an_epoch_of_its_source(path: Path) -> None:
+    ledger = Ledger(path)
+    ledger.lease(6)
+    for group, row in enumerate([("", 0, 7), ("", 1, 7), ("sums", 0, 7), ("", 0, 8)]):
+        ledger.drawn(group, *row)
+    ledger.dropped(3, "the prompt is too long")
+    ledger.flush()
+    ledger.drawn(4, "", 0, 8)
+    with pytest.raises(RuntimeError, match="UNIQUE constraint failed"):
+        ledger.flush()
+    ledger._rows.clear()
+    ledger.close()
+    report = audit(path)
+    assert report["rows_by_epoch"] == {
+        "epoch 0": {"issued": 2, "duplicates": 0},
+        "epoch 1": {"issued": 1, "duplicates": 0},
+        "sums epoch 0": {"issued": 1, "duplicates": 0},
+    }
+    assert report["balanced"]
+
+
+def test_a_group_that_is_leased_again_keeps_its_row(path: Path) -> None:
+    ledger = Ledger(path)
+    ledger.lease(2)
+    ledger.drawn(0, "", 0, 5)
+    ledger.close()
+    ledger = Ledger(path)
+    assert ledger.lease(1) == [0]
+    ledger.drawn(0, "", 0, 5)
+    ledger.flush()
+    ledger.drawn(0, "", 0, 6)
+    with pytest.raises(RuntimeError, match="a group keeps its row: the data is not what it was when the run began"):
+        ledger.flush()
+
+
+def test_an_audit_says_when_a_row_was_issued_twice(path: Path) -> None:
+    ledger = Ledger(path)
+    ledger.lease(3)
+    trained(ledger, 1, [0, 1])
+    ledger.close()
+    db = sqlite3.connect(path)
+    db.executescript("DROP INDEX groups_by_row; UPDATE groups SET source = '', epoch = 0, row = 1 WHERE id = 2;")
+    db.close()
+    report = audit(path)
+    assert report["rows_by_epoch"] == {"epoch 0": {"issued": 3, "duplicates": 1}}
+    assert not report["balanced"]
 
 
 def test_a_clock_that_jumps_backwards_changes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,10 +264,16 @@ ILLEGAL = {
     "an unknown state": "UPDATE groups SET state = 'lost' WHERE id = 6",
     "a sampled group without a version": "UPDATE groups SET version = NULL WHERE id = 6",
     "a group that never was attempted": "UPDATE groups SET attempts = 0 WHERE id = 6",
+    "a row issued twice in an epoch": "UPDATE groups SET source = '', epoch = 0, row = 6 WHERE id = 5",
+    "a group with another row": "UPDATE groups SET row = 7 WHERE id = 6",
+    "a group whose row is of another epoch": "UPDATE groups SET epoch = 1 WHERE id = 6",
+    "a group that loses its row": "UPDATE groups SET source = NULL, epoch = NULL, row = NULL WHERE id = 6",
+    "a group with half a row": "UPDATE groups SET row = 5 WHERE id = 5",
+    "a group sampled without a row": "UPDATE groups SET state = 'sampled', version = 2, digest = 'd' WHERE id = 5",
     "a group that vanishes": "DELETE FROM groups WHERE id = 6",
     "a group issued twice": "INSERT INTO groups (id, state, issued_at, updated_at) VALUES (6, 'leased', 0, 0)",
-    "a group that begins trained": "INSERT INTO groups VALUES (7, 'trained', 1, 0, 'd', 1, NULL, 0, 0)",
-    "a group that begins dropped": "INSERT INTO groups VALUES (7, 'dropped', 1, 0, 'd', NULL, 'x', 0, 0)",
+    "a group that begins trained": "INSERT INTO groups VALUES (7, 'trained', 1, 0, 'd', 1, NULL, 0, 0, '', 0, 7)",
+    "a group that begins dropped": "INSERT INTO groups VALUES (7, 'dropped', 1, 0, 'd', NULL, 'x', 0, 0, '', 0, 7)",
     "a failure of no group": "INSERT INTO failures VALUES (99, 0, 'x')",
     "a step that vanishes": "DELETE FROM steps WHERE step = 2",
     "a step that changes": "UPDATE steps SET checkpoint = 'other' WHERE step = 2",
@@ -236,6 +293,7 @@ def test_the_schema_refuses(path: Path, what: str) -> None:
     trained(ledger, 1, [0, 1])
     trained(ledger, 2, [2, 3])
     ledger.dropped(4, "stale")
+    ledger.drawn(6, "", 0, 6)
     ledger.scored(6, 2, "digest 2")
     ledger.close()
     before = rows(path)
@@ -295,7 +353,7 @@ def test_a_ledger_of_a_newer_version_is_refused(path: Path) -> None:
     db.commit()
     db.close()
     for opens in (audit, Ledger):
-        with pytest.raises(RuntimeError, match="has schema 99, this version of accredit writes 1"):
+        with pytest.raises(RuntimeError, match="has schema 99, this version of accredit writes 2"):
             opens(path)
 
 
@@ -366,6 +424,7 @@ def _write_for_ever(path: str, ready: Any) -> None:
         groups = ledger.lease(4)
         ready.set()
         for group in groups[:3]:
+            ledger.drawn(group, "", 0, group)
             ledger.sampled(group, step - 1, "digest")
             ledger.scored(group, step - 1, "digest")
         ledger.failed(groups[3], 0, "timed out")

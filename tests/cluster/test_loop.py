@@ -203,16 +203,12 @@ def test_a_stage_that_raises_ends_the_run_with_that_very_error(
         if calls == at + 1:
             raise error
 
-    def broken_prompt(group: int) -> Prompt:
-        breaks()
-        return stage_itself(group)
-
     async def broken(*arguments: Any) -> Any:
         await asyncio.sleep(0)
         breaks()
         return await stage_itself(*arguments)
 
-    setattr(stages, stage, broken_prompt if stage == "prompt" else broken)
+    setattr(stages, stage, broken)
     with pytest.raises(Broken) as raised:
         run(stages, config(steps=12, staleness=staleness, prompts=3), limit_s=2)
     assert raised.value is error
@@ -314,6 +310,73 @@ def test_endless_drops_end_the_run_with_their_reasons(tmp_path: Path, monkeypatc
     report = closed(stages.ledger)
     assert report["balanced"]
     assert report["dropped"] >= 10  # the others of the last wave are dropped in the same moment
+
+
+def test_groups_without_a_signal_are_replaced_where_it_is_asked_for(tmp_path: Path) -> None:
+    stages = Control(ledger_in(tmp_path))
+    stages.rewards = {1: [1.0, 1.0], 3: [0.0, 0.0], 5: [0.5, 0.5]}
+    log = Log()
+    run(stages, config(steps=2, prompts=3, refill=True), log)
+    assert stages.trained == [[0, 2, 4], [6, 7, 8]]  # 3 replaced 1, and 4 replaced 3; 8 replaced 5
+    report = closed(stages.ledger)
+    assert report["dropped_by_reason"] == {"all rewards are equal": 3}
+    assert (report["issued"], report["open"], report["balanced"]) == (9, 0, True)
+    assert [record["groups/dropped"] for record in log.records] == [2, 1]
+
+
+def test_groups_without_a_signal_are_trained_by_default(tmp_path: Path) -> None:
+    stages = Control(ledger_in(tmp_path))
+    stages.rewards = {1: [1.0, 1.0]}
+    run(stages, config(steps=1, prompts=3))
+    assert stages.trained == [[0, 1, 2]]
+    assert closed(stages.ledger)["dropped"] == 0
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@settings(deadline=None, max_examples=15)
+@given(equal=st.sets(st.integers(0, 30)), seed=st.integers(0, 2**32))
+def test_refilled_batches_are_full_and_the_same_for_any_order_of_completion(
+    staleness: int, equal: set[int], seed: int
+) -> None:
+    generator = random.Random(seed)
+    folder = tempfile.TemporaryDirectory(dir=MEMORY)
+    stages = Control(ledger_in(Path(folder.name)), latency=lambda group: 0.002 * generator.random())
+    stages.rewards = {group: [1.0, 1.0] for group in equal}
+    run(stages, config(steps=3, staleness=staleness, prompts=2, refill=True))
+    report = closed(stages.ledger)
+    assert (report["trained"], report["open"], report["balanced"]) == (6, 0, True)
+    assert not equal & {group for step in stages.trained for group in step}
+    if staleness == 0:
+        waves = [[group for group in wave if group not in equal] for wave in stages.waves]
+        assert [group for step in stages.trained for group in step] == [group for wave in waves for group in wave]
+    folder.cleanup()
+
+
+def test_a_run_that_only_gets_equal_rewards_gives_up_and_says_why(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(loop_module, "MAX_DROPS", 3)
+    stages = Control(ledger_in(tmp_path))
+    stages.rewards = {group: [0.0, 0.0] for group in range(100)}
+    message = r"10 groups in a row were dropped, expected at most 9 \(3 batches\).*'all rewards are equal': 10"
+    with pytest.raises(RuntimeError, match=message):
+        run(stages, config(prompts=3, refill=True), limit_s=5)
+    stages.ledger.close()
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_group_without_a_prompt_is_dropped_with_the_reason_and_replaced(tmp_path: Path, staleness: int) -> None:
+    class Long(Control):
+        async def prompt(self, group: int) -> Prompt | str:
+            prompt = await super().prompt(group)
+            return loop_module.TOO_LONG if group in (0, 1, 2, 5) else prompt
+
+    stages = Long(ledger_in(tmp_path))
+    log = Log()
+    run(stages, config(steps=2, staleness=staleness, prompts=3), log)
+    assert stages.trained == [[3, 4, 6], [7, 8, 9]]
+    report = closed(stages.ledger)
+    assert report["dropped_by_reason"] == {"the prompt is too long": 4}
+    assert report["rows_by_epoch"] == {"epoch 0": {"issued": 10, "duplicates": 0}}
+    assert sum(record["groups/too_long"] for record in log.records) == 4
 
 
 def test_a_resumed_run_leases_what_was_open_first(tmp_path: Path) -> None:

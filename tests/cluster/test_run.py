@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +16,6 @@ from transformers import AutoModelForCausalLM
 from configs.schema import RunConfig, load
 
 pytestmark = pytest.mark.ray
-
-
-@pytest.fixture(scope="module")
-def cluster(tiny_model: Path) -> Iterator[None]:
-    import ray
-
-    from cluster import remote
-
-    remote.connect(config(tiny_model, Path("/nowhere"), "probe"), dashboard=False)
-    yield
-    ray.shutdown()
 
 
 def config(base: Path, out: Path, name: str, **changes) -> RunConfig:
@@ -45,7 +33,7 @@ def config(base: Path, out: Path, name: str, **changes) -> RunConfig:
         "learner": {"ranks": 2, "zero_stage": 2, "lr": 1e-2, "tokens_per_micro_batch": 128, "cpus": 0.1},
     }  # fmt: skip
     for section, values in changes.items():
-        settings[section] = {**settings[section], **values} if isinstance(values, dict) else values
+        settings[section] = {**settings.get(section, {}), **values} if isinstance(values, dict) else values
     return RunConfig.model_validate(settings)
 
 

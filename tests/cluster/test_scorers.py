@@ -193,7 +193,7 @@ def test_what_is_kept_for_a_dropped_group_is_forgotten_once_it_is_too_old(world:
         for version in range(3):
             await scorers.publish(adapter(version))
         kept = Sums(world.actors[0])
-        assigner = Assigner(settings, Any, None, scorers, Any, Any, Any)  # pyright: ignore[reportArgumentType]
+        assigner = Assigner(settings, None, scorers, Any, Any, Any)  # pyright: ignore[reportArgumentType]
         for group, version in ((0, 1), (1, 2)):
             rows = [Trajectory.of(sample_of(prompts(group)[0], index, version), 0.0) for index in range(G)]
             await assigner.signals(prompts(group)[0], rows)

@@ -46,8 +46,8 @@ def test_overrides_are_yaml_values_and_reach_every_depth():
 
 
 def test_an_override_of_the_task_replaces_the_kind_of_data():
-    run = load(DEMO, ["data={task: file, path: my.jsonl}"])
-    assert run.data.task == "file"
+    run = load(DEMO, ["data={task: dataset, path: my.jsonl}"])
+    assert run.data.task == "dataset"
     assert run.data.path == "my.jsonl"
 
 
@@ -77,7 +77,7 @@ def test_stale_versions_need_slots_of_their_own():
         ("model.dtype=float16", "model.dtype: got 'float16', expected: Input should be 'float32' or 'bfloat16'"),
         ("data.digits=10", "data.digits: got 10, expected: Input should be less than or equal to 9"),
         ("data.task=poetry", "data: got "),
-        ("stpes=3", "stpes: unknown key, expected one of: credit, data, eval, "),
+        ("stpes=3", "stpes: unknown key, expected one of: credit, data, "),
         ("learner.loss.clip=3", "learner.loss.clip: unknown key, expected one of: aggregation, clip_high, clip_low, "),
         ("data.digit=3", "data.digit: unknown key"),
         ("name=null", "name: got None, expected: Input should be a valid string"),
@@ -127,7 +127,7 @@ def test_an_override_that_is_none_is_refused(override: str, message: str):
         ("", "got NoneType, expected a mapping of settings"),
         ("a: [1\n", "not valid YAML: "),
         ("name: x\nsteps: 1\n", "data: missing, it has no default"),
-        ("name: x\nsteps: 1\ndata: {task: file}\n", "data.path: missing, it has no default"),
+        ("name: x\nsteps: 1\ndata: {task: dataset}\n", "data.path: missing, it has no default"),
     ],
 )
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, message: str):
