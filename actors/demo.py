@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
+from actors import calls
 from actors.tasks import arithmetic_pairs
 from configs.schema import ArithmeticData
 
@@ -99,8 +100,9 @@ def demo_base(
     `progress` is called with the share that is done and a line of text. Equal seeds give equal weights on one kind of
     processor. Raises RuntimeError if the model does not learn to add so many digits.
     """
-    recipe = json.dumps({"digits": data.digits, "seed": seed, "torch": torch.__version__})
-    digest = hashlib.sha256(recipe.encode() + Path(__file__).read_bytes()).hexdigest()
+    recipe = json.dumps({"task": data.operation, "digits": data.digits, "seed": seed, "torch": torch.__version__})
+    sources = [__file__] if data.operation == "+" else [__file__, calls.__file__]
+    digest = hashlib.sha256(recipe.encode() + b"".join(Path(path).read_bytes() for path in sources)).hexdigest()
     final = folder / f"demo-{digest[:12]}"
     if final.exists():
         return final
@@ -111,7 +113,7 @@ def demo_base(
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the same weights whatever the number of threads, and quick beside other work
         try:
-            warm_up(model, data.digits, seed, progress or (lambda share, text: None))
+            warm_up(model, data.digits, seed, progress or (lambda share, text: None), data.operation)
         finally:
             torch.set_num_threads(threads)
         _save(model, made)
@@ -123,13 +125,17 @@ def demo_base(
     return final
 
 
-def warm_up(model: Qwen3ForCausalLM, digits: int, seed: int, progress: Callable[[float, str], None]) -> float:
-    """Train `model` in place, on training questions, until TARGET of the held-out answers that it samples are right;
-    returns their share."""
+def warm_up(
+    model: Qwen3ForCausalLM, digits: int, seed: int, progress: Callable[[float, str], None], operation: str = "+"
+) -> float:
+    """Train `model` in place, on training questions, until a target share of the held-out answers that it samples is
+    right; returns the share. Products are worked out with a calculator."""
     train, heldout = arithmetic_pairs(digits)
     checked = heldout[:CHECKED] if digits > 1 else train  # sums of single digits can only be known, not worked out
     wrong = 1 - RIGHT ** (1 / digits)
     vocabulary = character_tokenizer().get_vocab()
+    end = vocabulary[SPECIAL["eos_token"]]
+    target, least = (TARGET, 0) if operation == "+" else (calls.TARGET, calls.STEPS)
     rng = random.Random(seed)
     # Muon needs less than half of AdamW's steps here
     matrices = [weight for layer in model.model.layers for weight in layer.parameters() if weight.ndim == 2]
@@ -141,7 +147,10 @@ def warm_up(model: Qwen3ForCausalLM, digits: int, seed: int, progress: Callable[
     accuracy = 0.0
     for step in range(1, MAX_STEPS + 1):
         pairs = [rng.choice(train) for _ in range(BATCH)]
-        tokens_NT, labels_NT = _examples(pairs, digits, wrong, vocabulary, rng)
+        if operation == "+":
+            tokens_NT, labels_NT = _examples(pairs, digits, wrong, vocabulary, rng)
+        else:
+            tokens_NT, labels_NT = calls.examples(pairs, vocabulary, end, rng)
         loss = model(input_ids=tokens_NT, labels=labels_NT).loss
         assert loss is not None
         loss.backward()
@@ -150,13 +159,16 @@ def warm_up(model: Qwen3ForCausalLM, digits: int, seed: int, progress: Callable[
             optimizer.step()
             optimizer.zero_grad()
         if step % CHECK_EVERY == 0:
-            accuracy = sampled_accuracy(model, checked, digits, seed)
-            if accuracy >= TARGET:
+            if operation == "+":
+                accuracy = sampled_accuracy(model, checked, digits, seed)
+            else:
+                accuracy = calls.sampled_accuracy(model, checked, vocabulary, end, seed)
+            if accuracy >= target and step >= least:
                 return accuracy
         progress(min(0.99, step / USUAL_STEPS), f"step {step}, {accuracy:.0%} of sampled answers right")
     raise RuntimeError(
         f"demo model: {accuracy:.0%} of sampled answers are right after {MAX_STEPS} steps of warm-up, expected "
-        f"{TARGET:.0%} with data.digits={digits}: choose fewer digits"
+        f"{target:.0%} with data.digits={digits}: choose fewer digits"
     )
 
 

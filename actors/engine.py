@@ -58,7 +58,7 @@ class Finished:
     tokens: list[int]  # [C] the completion, EOS or the stop string's tokens included
     logprobs: np.ndarray  # [C] float32, of the sampled tokens
     prompt_logprobs: np.ndarray | None  # [P] float32, 0 at position 0; only of requests added with `score`
-    text: str  # without special tokens and without the stop string
+    text: str  # without special tokens, and without the stop string unless it is for an environment
     finish: str  # "stop" or "length"
     cached_tokens: int  # of the prompt, taken from the prefix cache
 
@@ -93,19 +93,29 @@ class Engine:
 
     @_plain_errors()
     def add(
-        self, request: str, tokens: list[int], *, seed: int, adapter: int, temperature: float, announce: bool = False
+        self,
+        request: str,
+        tokens: list[int],
+        *,
+        seed: int,
+        adapter: int,
+        temperature: float,
+        max_tokens: int | None = None,
+        announce: bool = False,
     ) -> None:
         """Queue one completion of `tokens` [P] under a loaded adapter. Requests start in the order of these calls.
 
-        `announce`: tell of its tokens in `begun` before it is finished.
+        `max_tokens`: rollout.max_new_tokens unless given. `announce`: tell of its tokens in `begun` before it is
+        finished.
         """
         rollout = self._run.rollout
         params = SamplingParams(
             temperature=temperature,
             top_p=rollout.top_p,
             seed=seed,
-            max_tokens=rollout.max_new_tokens,
+            max_tokens=max_tokens or rollout.max_new_tokens,
             stop=rollout.stop,
+            include_stop_str_in_output=self._run.environment is not None,  # it is part of what an environment is told
             logprobs=0,  # the sampled token's only
             flat_logprobs=True,
             # token by token it costs as much as a small model's forward pass; only stop strings need it

@@ -17,12 +17,14 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 
+from actors.episodes import Ask, Episodes
 from configs.schema import RunConfig
 from credit.adapter import Adapter
 from credit.trajectory import Prompt, Sample
@@ -90,6 +92,7 @@ class RolloutWorker:
         self._run = run
         self._inbox: queue.SimpleQueue[tuple[Callable[[], Any] | None, Future]] = queue.SimpleQueue()
         self._failure: str | None = None
+        self._episodes = Episodes(run, model_path) if run.environment else None
         # from here on: touched by the engine's thread only
         self._residents: dict[int, Resident] = {}  # by version
         self._active: Resident | None = None
@@ -149,14 +152,38 @@ class RolloutWorker:
         """Yield the G samples of each prompt when they are complete, in order of completion.
 
         All requests enter the engine in the given order between the same two steps, under the version that is active
-        then. `temperature` overrides the configured one; 0 is greedy. Leaving the generator aborts what is running.
+        then; with an environment, the later turns of an episode have that version, too. `temperature` overrides the
+        configured one; 0 is greedy. Leaving the generator aborts what is running.
         """
-        answers: list[Future] = [Future() for _ in prompts]
+        if self._episodes is None:
+            async with self._asked([Ask(prompt) for prompt in prompts], temperature) as groups:
+                for group in asyncio.as_completed(groups):
+                    yield await self._within_deadline(group)
+            return
+        over: Future = Future()
+
+        async def answers(asks: list[Ask]) -> list[Sample]:
+            async with self._asked(asks, temperature, resident) as groups:
+                return [(await self._within_deadline(group))[0] for group in groups]
+
+        try:
+            resident: Resident = await self._call(lambda: self._hold(prompts, over))
+            async with aclosing(self._episodes.play(prompts, answers, resident.version, resident.digest)) as played:
+                async for group in played:
+                    yield group
+        finally:
+            over.cancel()
+
+    @asynccontextmanager
+    async def _asked(
+        self, asks: list[Ask], temperature: float | None, resident: Resident | None = None
+    ) -> AsyncIterator[list[asyncio.Future[list[Sample]]]]:
+        """The coming samples of each prompt; those that are not there at the end are aborted."""
+        answers: list[Future] = [Future() for _ in asks]
         groups = [asyncio.wrap_future(answer) for answer in answers]
         try:
-            await self._call(lambda: self._submit(prompts, answers, temperature))
-            for group in asyncio.as_completed(groups):
-                yield await self._within_deadline(group)
+            await self._call(lambda: self._submit(asks, answers, temperature, resident))
+            yield groups
         finally:
             for group in groups:
                 group.cancel()
@@ -173,6 +200,8 @@ class RolloutWorker:
         """Stop the engine; calls in progress fail."""
         self._inbox.put((None, Future()))
         self._thread.join(self._run.rollout.timeout_s)
+        if self._episodes:
+            self._episodes.close()
 
     async def _call(self, function: Callable[[], Any]) -> Any:
         """Run `function` in the engine's thread, between two steps."""
@@ -260,7 +289,15 @@ class RolloutWorker:
                 _settle(group.answer, sorted(group.samples, key=lambda sample: sample.index))
         self._release(group.resident)
 
-    def _submit(self, prompts: list[Prompt], answers: list[Future], temperature: float | None) -> None:
+    def _hold(self, prompts: list[Prompt], over: Future) -> Resident:
+        """The active version, which stays resident until `over` is."""
+        resident = self._serving(prompts)
+        resident.requests += 1
+        over.add_done_callback(lambda _: self._inbox.put((lambda: self._release(resident), Future())))
+        return resident
+
+    def _serving(self, prompts: list[Prompt]) -> Resident:
+        """The active version. Raises RuntimeError where there is none, ValueError for prompts that do not fit."""
         if self._active is None:
             raise RuntimeError(
                 "rollout: no adapter version is active, and the base model is never sampled: activate one"
@@ -272,13 +309,20 @@ class RolloutWorker:
                     f"seeds, expected at least one of each and fewer tokens than model.max_length="
                     f"{self._run.model.max_length}"
                 )
+        return self._active
+
+    def _submit(
+        self, asks: list[Ask], answers: list[Future], temperature: float | None, resident: Resident | None
+    ) -> None:
+        resident = resident or self._serving([ask.prompt for ask in asks])
         if temperature is None:
             temperature = self._run.rollout.temperature
-        served = self._served.setdefault(self._active.version, Served())
+        served = self._served.setdefault(resident.version, Served())
         while len(self._served) > REMEMBERED:
             del self._served[next(iter(self._served))]
-        for prompt, answer in zip(prompts, answers, strict=True):
-            group = Group(answer, self._active, prompt)
+        for ask, answer in zip(asks, answers, strict=True):
+            prompt = ask.prompt
+            group = Group(answer, resident, prompt)
             answer.add_done_callback(self._abort_if_cancelled)
             for index, seed in enumerate(prompt.seeds):
                 request = str(next(self._ids))
@@ -286,8 +330,9 @@ class RolloutWorker:
                     request,
                     prompt.tokens,
                     seed=seed,
-                    adapter=self._active.adapter,
+                    adapter=resident.adapter,
                     temperature=temperature,
+                    max_tokens=ask.max_tokens,
                     announce=not served.first,
                 )
                 served.first = served.first or request

@@ -6,7 +6,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cluster.loop import Group
-from credit.trajectory import Batch
+from credit.trajectory import Batch, Trajectory
+
+
+def _turns(trajectory: Trajectory) -> dict[str, list]:
+    """The position of each turn's last token, and its reward; nothing without an environment."""
+    if not trajectory.turns:
+        return {}
+    ends, rewards = zip(*((turn.end, turn.reward) for turn in trajectory.turns), strict=True)
+    return {"turn_ends": list(ends), "turn_rewards": list(rewards)}
 
 
 def write(folder: Path, step: int, groups: list[Group], batch: Batch) -> Path:
@@ -28,6 +36,7 @@ def write(folder: Path, step: int, groups: list[Group], batch: Batch) -> Path:
                     "tokens": trajectory.tokens,
                     "mask": trajectory.mask,
                     "logprobs": trajectory.logprobs,
+                    **_turns(trajectory),
                     **{f"signal_{name}": values for name, values in signals.items()},
                 }
             )

@@ -17,6 +17,7 @@ from credit.diagnostics import step_diagnostics
 from credit.eapo import quadrant_mask
 from credit.methods import advantages, check_options, resolve, signal_of, weights
 from credit.trajectory import Batch, Signals, Trajectory, pad
+from credit.turns import turn_advantages
 
 
 @torch.no_grad()
@@ -26,6 +27,7 @@ def assign(
     *,
     method: str = "uniform",
     advantage: str = "grpo",
+    turns: bool = False,
     sharpening: float = 1.0,
     permute: bool = False,
     quadrant: str | None = None,
@@ -42,7 +44,8 @@ def assign(
     Rows are sorted by (group, index), so the result does not depend, to the bit, on the order of arrival.
     signals: one per trajectory, [T] each (`delta_feature`: [T, H]); `logp` is required, the others as `needs` says, and
     every further one is measured. delta: for method `delta` when the features stay on their actors; its callables see
-    [N, T] in the sorted order. revisions: for method `ibpo`. version: the current adapter version, for the staleness.
+    [N, T] in the sorted order. turns: the weights spread each turn's own advantage (credit/turns.py); they are still
+    those of the whole episode's. revisions: for method `ibpo`. version: the current adapter version, for the staleness.
     correct: a reward of at least this counts as correct. Raises ValueError for what cannot be assigned.
     """
     options = dict(options or {})
@@ -66,8 +69,11 @@ def assign(
         changed=changed_NT,
         **options,
     )
+    spread_NT = advantages_N[:, None]
+    if turns:
+        spread_NT = turn_advantages(advantage, rows, mask_NT, **(advantage_options or {}))
     trained_NT = mask_NT if quadrant is None else quadrant_mask(quadrant, values, advantages_N, groups_N, mask_NT)
-    batch = _batch(rows, values, mask_NT, advantages_N[:, None] * weights_NT * trained_NT)
+    batch = _batch(rows, values, mask_NT, spread_NT * weights_NT * trained_NT)
     return batch, step_diagnostics(
         rows,
         batch,

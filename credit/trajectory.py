@@ -30,25 +30,38 @@ class Prompt:
     columns: dict[str, Any]  # the other columns of the task's row, for the reward
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One completion within an episode, as the environment judged it."""
+
+    end: int  # position of its last token
+    reward: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """One sampled completion under exactly one adapter version. Arrays have the same length T."""
+    """One sampled completion, or the turns of one episode, under exactly one adapter version.
+
+    Arrays have the same length T. In an episode, the mask has holes: what the environment said is False.
+    """
 
     group: int
     index: int  # 0 .. G-1 within the group
-    tokens: np.ndarray  # [T] int64, prompt + completion, EOS included
+    tokens: np.ndarray  # [T] int64, prompt + completion (+ observation + completion ...), EOS included
     mask: np.ndarray  # [T] bool, True where the policy sampled the token
     logprobs: np.ndarray  # [T] float32, the sampler's log-probs, 0 where mask is False
-    text: str  # the completion as text, without special tokens
-    finish: str  # "stop" (EOS or stop string) or "length"
+    text: str  # the completion as text, without special tokens; of an episode, all after the prompt
+    finish: str  # "stop" (EOS or stop string; the environment was done) or "length" (a limit of tokens or turns)
     version: int  # the behaviour policy: adapter version ...
     digest: str  # ... and its content digest
+    turns: tuple[Turn, ...] = ()  # of an episode; empty without an environment
+    failure: str | None = None  # why the environment gave no reward
 
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in ("tokens", "mask", "logprobs")}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"sample {self.group}/{self.index}: per-token lengths differ: {lengths}")
-        if self.mask[0] or not self.mask.any():
+        if self.failure is None and (self.mask[0] or not self.mask.any()):
             raise ValueError(
                 f"sample {self.group}/{self.index}: the mask must leave out the first token and keep at least one, "
                 f"got {int(self.mask.sum())} of {len(self.mask)} tokens"

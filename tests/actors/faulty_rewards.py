@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 
 
 def good(prompts, completions, **columns):
@@ -92,6 +93,26 @@ def surroundings(prompts, completions, **columns):
 
     heavy = {"torch", "numpy", "transformers", "ray", "pydantic"} & set(sys.modules)
     return ["SECRET_TOKEN" not in os.environ, "accredit-reward-" in os.environ["HOME"], not heavy]
+
+
+kept = []
+
+
+def keeps_memory(prompts, completions, **columns):
+    kept.extend(b"x" * (300 << 20) for text in completions if text == "large")
+    return [float(len(text)) for text in completions]
+
+
+def sees(prompts, completions, **columns):
+    return [float(name in os.environ) for name in completions]
+
+
+class Warns:
+    def __init__(self):
+        warnings.warn("no network is withheld", stacklevel=2)
+
+    def __call__(self, completions, **columns):
+        return [1.0 for _ in completions]
 
 
 not_a_function = 3

@@ -7,10 +7,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from actors.negatives import render_negative
 from actors.tasks import Row, render
-from configs.schema import ArithmeticData, FileData
+from configs.schema import ArithmeticData, DatasetData
 
 ARITHMETIC = ArithmeticData(task="arithmetic")
-CHAT = FileData(task="file", path="questions.jsonl")
+CHAT = DatasetData(task="dataset", path="questions.jsonl")
 ROW = Row("3+4?", {"answer": "7", "topic": "sums"})
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from actors.reward import RewardPool
+from configs.schema import RewardConfig
 
 FAULTS = "tests.actors.faulty_rewards."
 
@@ -20,7 +21,7 @@ def with_pool(function: str, work: Callable[[RewardPool], Awaitable[Any]], worke
     """What `work` returns, and that no child outlives the pool."""
 
     async def run() -> Any:
-        pool = RewardPool(FAULTS + function, workers, timeout_s)
+        pool = RewardPool(RewardConfig(function=FAULTS + function, workers=workers, timeout_s=timeout_s))
         await pool.start()
         pids = pool.pids()
         try:
@@ -76,7 +77,7 @@ def test_a_reward_receives_prompts_and_columns_as_lists_and_dates_as_text():
 )
 def test_a_failed_reward_fails_every_sample_of_its_group_with_the_reason(function: str, reason: str, kind: str):
     async def twice(pool: RewardPool) -> Any:
-        return await score(pool, ["a", "b", "c"]), await score(pool, ["a", "b", "c"]), dict(pool.counts)
+        return await score(pool, ["a", "b", "c"]), await score(pool, ["a", "b", "c"]), dict(pool.tally.failed)
 
     first, second, counts = with_pool(function, twice)
     assert first == second == [reason] * 3
@@ -85,12 +86,12 @@ def test_a_failed_reward_fails_every_sample_of_its_group_with_the_reason(functio
 
 def test_what_is_not_a_finite_number_fails_its_own_sample_only():
     async def once(pool: RewardPool) -> Any:
-        return await score(pool, list("abcdef")), dict(pool.counts)
+        return await score(pool, list("abcdef")), dict(pool.tally.failed)
 
     rewards, counts = with_pool("no_numbers", once)
     assert rewards[0] == rewards[5] == 1.0
-    assert rewards[1:5] == [f"not a number: {text}" for text in ("None", "nan", "inf", "'1'")]
-    assert counts == {"not a number": 4}
+    assert rewards[1:5] == ["does not apply", *(f"not a number: {text}" for text in ("nan", "inf", "'1'"))]
+    assert counts == {"does not apply": 1, "not a number": 3}
 
 
 @pytest.mark.parametrize("function", ["slow_on_request", "holds_the_lock"])
@@ -100,7 +101,7 @@ def test_a_reward_that_hangs_is_killed_at_its_deadline_and_its_child_replaced(fu
         rewards = await score(pool, ["slow", "b"])
         took = time.monotonic() - start
         assert gone_within(before, 1)
-        return rewards, took, pool.counts["timeout"]
+        return rewards, took, pool.tally.failed["timeout"]
 
     rewards, took, counted = with_pool(function, work, timeout_s=0.3)
     assert rewards == ["timeout after 0.3 s"] * 2
@@ -142,7 +143,7 @@ def test_a_group_whose_child_is_killed_is_asked_once_more(tmp_path: Path, functi
             os.kill(pool.pids()[0], signal.SIGKILL)
             if counts:
                 begun.unlink()
-        return await waiting, dict(pool.counts)
+        return await waiting, dict(pool.tally.failed)
 
     assert with_pool(function, work) == (rewards, counts)
 
@@ -153,7 +154,7 @@ def test_a_child_killed_between_calls_costs_no_sample():
         os.kill(pid, signal.SIGKILL)
         assert gone_within(pid, 5)
         await asyncio.sleep(0.2)
-        return await score(pool, ["22"]), pool.counts.total()
+        return await score(pool, ["22"]), pool.tally.failed.total()
 
     assert with_pool("good", work) == ([2.0], 0)
 
@@ -202,12 +203,12 @@ def test_children_see_no_secret_and_load_nothing_heavy(monkeypatch: pytest.Monke
         (FAULTS + "absent", "AttributeError: module 'tests.actors.faulty_rewards' has no attribute 'absent'"),
         (FAULTS + "not_a_function", "TypeError: it is a int, not a function"),
         ("good", "ImportError: expected package.module.function"),
-        ("actors.rewards.exact_match", "TypeError: missing a required argument: 'answer'"),
+        ("exact", "TypeError: missing a required argument: 'answer'"),
     ],
 )
 def test_a_function_that_cannot_be_used_is_refused_before_anything_runs(path: str, why: str):
     async def start() -> None:
-        pool = RewardPool(path, 2, 1)
+        pool = RewardPool(RewardConfig(function=path, workers=2, timeout_s=1))
         try:
             await pool.start(["question"])
         finally:
@@ -216,9 +217,41 @@ def test_a_function_that_cannot_be_used_is_refused_before_anything_runs(path: st
     with pytest.raises(ValueError) as refusal:
         asyncio.run(start())
     assert str(refusal.value) == (
-        f"reward.function: {path!r} cannot be used: {why}; expected the dotted path of "
-        f"f(prompts, completions, **columns) that takes the task's columns"
+        f"reward.function: {path!r} cannot be used: {why}; expected one of exact, gsm8k, math, format, length, "
+        f"overlong, code, remote, or the dotted path of f(prompts, completions, **columns) that takes the task's "
+        f"columns"
     )
+
+
+def test_a_child_that_has_grown_is_replaced_after_its_answer():
+    async def work(pool: RewardPool) -> Any:
+        before = pool.pids()
+        small = await score(pool, ["a"])
+        same = pool.pids()
+        large = await score(pool, ["large"])
+        return small, before == same, large, pool.pids(), await score(pool, ["22"]), before == pool.pids()
+
+    assert with_pool("keeps_memory", work) == ([1.0], True, [5.0], [], [2.0], False)
+
+
+def test_children_see_the_variables_that_are_named_and_no_other(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ACCREDIT_SHOWN", "s")
+    monkeypatch.setenv("ACCREDIT_HIDDEN", "s")
+
+    async def ask() -> Any:
+        pool = RewardPool(RewardConfig(function=FAULTS + "sees", env=["ACCREDIT_SHOWN"]))
+        await pool.start()
+        try:
+            return await score(pool, ["ACCREDIT_SHOWN", "ACCREDIT_HIDDEN"])
+        finally:
+            await pool.close()
+
+    assert asyncio.run(ask()) == [1.0, 0.0]
+
+
+def test_what_a_reward_warns_of_at_its_start_is_said_once_for_all_children(caplog: pytest.LogCaptureFixture):
+    assert with_pool("Warns", lambda pool: score(pool, ["a"]), workers=2) == [1.0]
+    assert [record.message for record in caplog.records] == ["reward: no network is withheld"]
 
 
 def test_closing_fails_the_groups_under_way_and_refuses_later_ones():
@@ -237,9 +270,10 @@ def test_children_die_with_a_parent_that_is_killed():
     script = f"""
 import asyncio
 from actors.reward import RewardPool
+from configs.schema import RewardConfig
 
 async def main():
-    pool = RewardPool("{FAULTS}holds_the_lock", 1, 600)
+    pool = RewardPool(RewardConfig(function="{FAULTS}holds_the_lock", timeout_s=600))
     await pool.start()
     waiting = asyncio.create_task(pool.score("q", ["a"], {{}}))
     await asyncio.sleep(0.3)
