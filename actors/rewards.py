@@ -14,10 +14,12 @@ NUMBER = re.compile(
     r"|[-+]?[0-9]+/0*[1-9][0-9]*"
 )
 NUMBER_LENGTH = 64  # characters; longer ones are text
-IN_TEXT = re.compile(r"(?:(?<![0-9)])-)?\$?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+|/[0-9]+)?")
+IN_TEXT = re.compile(r"(?:(?<![0-9)])-)?\$?(?:[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+|/[0-9]+)?|(?<![\w.])\.[0-9]+)")
+SAID = re.compile(r"(?:^|\n)A:|\banswer(?: is)?:?", re.IGNORECASE)
+THINK = r"<think>(?:(?!<think>).)*?</think>\s*\S.*"
 
 
-def exact_match(prompts: list[Any], completions: list[str], answer: list[Any], **columns: list[Any]) -> list[float]:
+def exact_match(prompts: list[Any], completions: list[Any], answer: list[Any], **columns: Any) -> list[float]:
     """1 where the completion's final answer equals the column `answer`, else 0.
 
     The final answer of a completion is the first of these that is there: the rest of the line after the last `####`;
@@ -27,13 +29,48 @@ def exact_match(prompts: list[Any], completions: list[str], answer: list[Any], *
     without the white space around it.
     """
     pairs = zip(completions, answer, strict=True)
-    return [float(same(final_answer(completion), reference(str(column)))) for completion, column in pairs]
+    return [float(same(final_answer(text_of(completion)), reference(str(column)))) for completion, column in pairs]
+
+
+def gsm8k(prompts: list[Any], completions: list[Any], answer: list[Any], **columns: Any) -> list[float | Exception]:
+    """1 where the number that the completion ends with is the number that the column `answer` ends with, else 0.
+
+    Both are looked for in the same way: after the last `####`, in the last `\\boxed{}`, after the last `A:` at the
+    start of a line or the last `answer is`, else the last number of the text. A row whose `answer` has no number fails.
+    """
+    pairs = zip(completions, answer, strict=True)
+    return [_gsm8k(text_of(completion), str(column)) for completion, column in pairs]
+
+
+def format_match(prompts: list[Any], completions: list[Any], pattern: str = THINK, **columns: Any) -> list[float]:
+    """1 where the whole completion matches the regular expression `pattern` (`.` matches line ends, too), else 0.
+
+    The default is one `<think>` block, then an answer.
+    """
+    compiled = re.compile(pattern, re.DOTALL)
+    return [float(bool(compiled.fullmatch(text_of(completion)))) for completion in completions]
+
+
+def length_penalty(completion_ids: list[list[int]], max_length: int, **columns: Any) -> list[float]:
+    """Minus the share of `max_length` tokens that the completion has, at least -1."""
+    return [-min(1.0, len(ids) / max_length) for ids in completion_ids]
+
+
+def soft_overlong(completion_ids: list[list[int]], max_length: int, buffer: int, **columns: Any) -> list[float]:
+    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), in tokens: 0 up to `max_length` - `buffer`, from
+    there falling by 1/`buffer` a token, -1 from `max_length` on."""
+    return [max(-1.0, min(0.0, (max_length - buffer - len(ids)) / buffer)) for ids in completion_ids]
+
+
+def text_of(completion: Any) -> str:
+    """The text of a completion: itself, or the content of its last message."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"] or "")
 
 
 def final_answer(completion: str) -> str:
-    marked = _marked(completion)
-    if marked is not None:
-        return marked
+    chosen = marked(completion)
+    if chosen is not None:
+        return chosen
     after = _first_line(completion.rpartition(":")[2]) if ":" in completion else ""
     if after and (number(after) is not None or not re.search("[0-9]", after)):
         return after
@@ -41,9 +78,29 @@ def final_answer(completion: str) -> str:
     return numbers[-1] if numbers else completion.strip()
 
 
+def _gsm8k(completion: str, column: str) -> float | Exception:
+    wanted = last_number(column)
+    if wanted is None:
+        return ValueError("the column answer has no number")
+    return float(last_number(completion) == wanted)
+
+
+def last_number(text: str) -> Fraction | None:
+    """The number that a text gives as its answer, or None."""
+    line = marked(text)
+    said = list(SAID.finditer(text)) if line is None else []
+    if said:
+        line = _first_line(text[said[-1].end() :])
+    numbers = IN_TEXT.findall((line or "").rpartition("=")[2])
+    if numbers:
+        return number(numbers[0])
+    numbers = IN_TEXT.findall(text)
+    return number(numbers[-1]) if numbers else None
+
+
 def reference(column: str) -> str:
-    marked = _marked(column)
-    return column.strip() if marked is None else marked
+    chosen = marked(column)
+    return column.strip() if chosen is None else chosen
 
 
 def same(left: str, right: str) -> bool:
@@ -59,7 +116,7 @@ def number(text: str) -> Fraction | None:
     return Fraction(text.replace("$", "").replace(",", ""))
 
 
-def _marked(text: str) -> str | None:
+def marked(text: str) -> str | None:
     """What the text itself marks as its answer, or None."""
     _, mark, after = text.rpartition("####")
     if mark:

@@ -69,7 +69,7 @@ class Feature:
 
 
 class Scorer:
-    """A frozen base model with several versions of one LoRA adapter resident."""
+    """A frozen base model with several LoRA adapters resident."""
 
     def __init__(self, run: RunConfig, model_path: str) -> None:
         """Load the base model of `model_path`, on CUDA where there is one.
@@ -93,7 +93,7 @@ class Scorer:
         logit_bytes = 4 if self.model.dtype == torch.float32 else 4 + self.model.dtype.itemsize
         self.chunk = max(1, CHUNK_BYTES // (self.vocabulary * logit_bytes))  # positions
         self.block = max(1, BLOCK_BYTES // (self.vocabulary * 4))  # positions
-        self.features: dict[Key, Feature] = {}
+        self.features: dict[tuple[str, int, int], Feature] = {}  # by policy, group, index
         self.tokens_scored = 0
         self.seconds = 0.0
         self.captured: Tensor | None = None  # [R, T, H] output of the residual's layer in the last forward
@@ -113,20 +113,22 @@ class Scorer:
                 f"vocabulary of {self.vocabulary}: it was trained on another base model"
             )
         self.slots.load(adapter)
-        return self.canary(adapter.canary.tokens, adapter.version)
+        return self.canary(adapter.canary.tokens, adapter.version, adapter.policy)
 
-    def unload(self, version: int) -> None:
+    def unload(self, version: int, policy: str = "") -> None:
         """Free the version's slot and forget the DelTA features of its samples: too old to be trained.
 
         Raises RuntimeError if it is not resident.
         """
-        self.slots.unload(version)
-        self.features = {key: feature for key, feature in self.features.items() if feature.version != version}
+        self.slots.unload(version, policy)
+        gone = [key for key, feature in self.features.items() if (key[0], feature.version) == (policy, version)]
+        for key in gone:
+            del self.features[key]
 
     @torch.inference_mode()
-    def canary(self, tokens: list[int], version: int | None) -> np.ndarray:
+    def canary(self, tokens: list[int], version: int | None, policy: str = "") -> np.ndarray:
         """[T] float32 log-probs of `tokens` at temperature 1 under a version (None: the base), 0 at position 0."""
-        self.slots.activate(version)
+        self.slots.activate(version, policy)
         mask = np.arange(len(tokens)) > 0
         rows = Rows.stack([(np.array(tokens), mask)], len(tokens), self.device)
         logp, _ = self._token_statistics(self._forward(rows)[0], rows.target, temperature=1.0)
@@ -162,20 +164,20 @@ class Scorer:
         self.seconds += time.perf_counter() - started
         return signals
 
-    def delta_sums(self, coefficients: dict[Key, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    def delta_sums(self, coefficients: dict[Key, np.ndarray], policy: str = "") -> tuple[np.ndarray, np.ndarray]:
         """Sums of |c_t| v_t over tokens with c_t > 0 and over those with c_t < 0, each [H] float32.
 
-        `coefficients` maps (group, index) to [T] float32. Summed in float64 in the order of the keys. Raises
+        `coefficients` maps (group, index) of the policy's samples to [T] float32. Summed in float64 in the order of the keys. Raises
         RuntimeError for a sample without features.
         """
         sums_2H = torch.zeros(2, self.hidden_size, dtype=torch.float64)
         for key in sorted(coefficients):
-            feature = self._feature(key)
+            feature = self._feature(key, policy)
             c_N = torch.from_numpy(np.array(coefficients[key])[feature.mask]).double() * feature.surprise
             sums_2H += torch.stack([c_N.clamp(min=0), (-c_N).clamp(min=0)]) @ feature.hidden.double()
         return sums_2H[0].float().numpy(), sums_2H[1].float().numpy()
 
-    def delta_dots(self, direction: np.ndarray, keys: list[Key]) -> dict[Key, np.ndarray]:
+    def delta_dots(self, direction: np.ndarray, keys: list[Key], policy: str = "") -> dict[Key, np.ndarray]:
         """v_t . direction ([H]) of the samples `keys`: (group, index) -> [T] float32, 0 where the mask is False.
 
         Raises RuntimeError for a sample without features.
@@ -183,15 +185,15 @@ class Scorer:
         direction_H = torch.from_numpy(np.array(direction)).double()
         dots: dict[Key, np.ndarray] = {}
         for key in keys:
-            feature = self._feature(key)
+            feature = self._feature(key, policy)
             dots[key] = np.zeros(len(feature.mask), dtype=np.float32)
             dots[key][feature.mask] = ((feature.hidden.double() @ direction_H) * feature.surprise).float().numpy()
         return dots
 
-    def delta_clear(self, keys: list[Key]) -> None:
+    def delta_clear(self, keys: list[Key], policy: str = "") -> None:
         """Forget the DelTA features of the samples `keys`; those of an unloaded version are gone already."""
         for key in keys:
-            self.features.pop(key, None)
+            self.features.pop((policy, *key), None)
 
     def stats(self) -> dict[str, Any]:
         """Resident versions, work done so far and memory in bytes."""
@@ -199,7 +201,7 @@ class Scorer:
             rss = int(statm.read().split()[1]) * resource.getpagesize()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {
-            "resident": sorted(self.slots.resident),
+            "resident": sorted(version for _, version in self.slots.resident),
             "tokens": self.tokens_scored,
             "seconds": self.seconds,
             "rss_bytes": rss,
@@ -212,7 +214,7 @@ class Scorer:
         """`score` for one micro-batch of one version; `negated` are its tokens and masks after the negative prompt."""
         sequences = [(sample.tokens, sample.mask) for sample in samples]
         rows = Rows.stack(sequences, max(len(tokens) for tokens, _ in sequences), self.device)
-        self.slots.activate(samples[0].version)
+        self.slots.activate(samples[0].version, samples[0].policy)
         hidden_NH, state_NH = self._forward(rows)
         logp, entropy = self._token_statistics(hidden_NH, rows.target, entropy="entropy" in needs)
         values = {"logp": logp}
@@ -305,10 +307,10 @@ class Scorer:
         distance = (state_NH.float() - base).norm(dim=-1)
         return distance / base.norm(dim=-1) if self.credit.residual_relative else distance
 
-    def _feature(self, key: Key) -> Feature:
-        if key not in self.features:
+    def _feature(self, key: Key, policy: str) -> Feature:
+        if (policy, *key) not in self.features:
             raise RuntimeError(f"sample {key[0]}/{key[1]}: no DelTA feature is kept: score it with 'delta_feature'")
-        return self.features[key]
+        return self.features[policy, *key]
 
     def _keep_features(self, samples: list[Sample], hidden_NH: Tensor, logp_N: Tensor) -> None:
         counts = [int(sample.mask.sum()) for sample in samples]
@@ -316,7 +318,8 @@ class Scorer:
         for sample, surprise, hidden in zip(
             samples, surprise_N.split(counts), hidden_NH.cpu().split(counts), strict=True
         ):
-            self.features[sample.group, sample.index] = Feature(sample.version, sample.mask.copy(), surprise, hidden)
+            key = sample.policy, sample.group, sample.index
+            self.features[key] = Feature(sample.version, sample.mask.copy(), surprise, hidden)
 
     def _negated(self, sample: Sample, negatives: dict[int, list[int]]) -> tuple[np.ndarray, np.ndarray]:
         """The sample's tokens and mask, with the negative prompt in place of all before the first policy token."""
@@ -336,13 +339,13 @@ class Scorer:
         In an order of the samples' own, so that results do not depend on the order of arrival.
         """
         for sample in samples:
-            digest = self.slots.digest(sample.version)
+            digest = self.slots.digest(sample.version, sample.policy)
             if digest != sample.digest:
                 raise RuntimeError(
                     f"sample {sample.group}/{sample.index}: sampled under another v{sample.version} than the resident "
                     f"one, got digest {sample.digest[:12]}, expected {digest[:12]}"
                 )
-        keys = [(s.version, width, s.group, s.index) for s, width in zip(samples, widths, strict=True)]
+        keys = [(s.policy, s.version, width, s.group, s.index) for s, width in zip(samples, widths, strict=True)]
         batches: list[list[int]] = []
         padding = 0
         for i in sorted(range(len(samples)), key=keys.__getitem__):
@@ -352,6 +355,7 @@ class Scorer:
             fits = (
                 batch
                 and samples[batch[-1]].version == samples[i].version
+                and samples[batch[-1]].policy == samples[i].policy
                 and (len(batch) + 1) * widths[i] <= self.credit.tokens_per_forward
                 and padding <= PADDING_PER_FORWARD[self.device.type]
             )

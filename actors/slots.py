@@ -1,4 +1,4 @@
-"""Several versions of one LoRA adapter resident in one model, in a fixed number of PEFT adapters."""
+"""Several LoRA adapters resident in one model, in a fixed number of PEFT adapters."""
 
 from typing import Any
 
@@ -9,11 +9,14 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from credit.adapter import Adapter
+from credit.adapter import Adapter, label
 
 
 class AdapterSlots:
     """PEFT adapters `slot0`, `slot1`, ... of `model`, each made when first needed and then refilled for ever.
+
+    A version is known by its policy ("" unless several runs share the model) and its number. Policies may have
+    different LoRA configs: a slot is refilled with the config that it was made for.
 
     Refilling copies tensors: no allocation, no growth over the versions of a run. Making and deleting a PEFT adapter
     for every version takes 20 ms at 0.6M parameters, most of it random initialisation that is overwritten at once.
@@ -22,9 +25,10 @@ class AdapterSlots:
     def __init__(self, model: PreTrainedModel, slots: int) -> None:
         self.model = model
         self.slots = slots
-        self.resident: dict[int, tuple[int, str]] = {}  # version -> slot, digest
-        self.active: int | None = None  # the version that forwards go through; None is the base model
-        self.config: dict[str, Any] = {}  # the first adapter's, and so everyone's
+        self.resident: dict[tuple[str, int], tuple[int, str]] = {}  # policy, version -> slot, digest
+        self.active: int | None = None  # the slot that forwards go through; None is the base model
+        self.config: dict[str, dict[str, Any]] = {}  # of each policy: the first adapter's, and so everyone's
+        self.made_for: list[dict[str, Any]] = []  # config of each slot made so far
         self.peft: PeftModel | None = None
         self.layers: list[BaseTunerLayer] = []
         self.tensors: list[dict[str, Tensor]] = []  # of each slot made so far, under PEFT's checkpoint names
@@ -35,72 +39,84 @@ class AdapterSlots:
         Raises ValueError when the adapter is damaged or was made for another base model, RuntimeError when no slot is
         free or the version is here with other content.
         """
-        where = f"adapter v{adapter.version}"
+        where, key = f"adapter {adapter}", (adapter.policy, adapter.version)
         adapter.verify()
-        if adapter.version in self.resident:
-            if self.digest(adapter.version) != adapter.digest:
+        if key in self.resident:
+            if self.resident[key][1] != adapter.digest:
                 raise RuntimeError(f"{where}: resident with another digest: a version is never reloaded")
             return
         if len(self.resident) >= self.slots:
             raise RuntimeError(
-                f"{where}: got a new version with {sorted(self.resident)} resident, expected at most {self.slots} "
-                "(max_staleness + 2): unload one first"
+                f"{where}: got a new version with {self._describe()} resident, expected at most {self.slots} "
+                "(max_staleness + 2 of each run): unload one first"
             )
-        slot = min(set(range(self.slots)) - {slot for slot, _ in self.resident.values()})
-        self._make(slot, adapter)
+        slot = self._free(adapter)
         self._check(where, adapter.tensors, self.tensors[slot])
         with torch.no_grad():
             for name, tensor in self.tensors[slot].items():
                 tensor.copy_(torch.from_numpy(np.array(adapter.tensors[name])))
-        self.resident[adapter.version] = (slot, adapter.digest)
+        self.resident[key] = (slot, adapter.digest)
 
-    def unload(self, version: int) -> None:
+    def unload(self, version: int, policy: str = "") -> None:
         """Free the version's slot for the next `load`. Raises RuntimeError if it is not resident."""
-        self._entry(version)
-        if self.active == version:
+        if self.active == self._entry(version, policy)[0]:
             self.activate(None)
-        del self.resident[version]
+        del self.resident[policy, version]
 
-    def digest(self, version: int) -> str:
+    def digest(self, version: int, policy: str = "") -> str:
         """Content digest of a resident version. Raises RuntimeError if it is not resident."""
-        return self._entry(version)[1]
+        return self._entry(version, policy)[1]
 
-    def activate(self, version: int | None) -> None:
+    def activate(self, version: int | None, policy: str = "") -> None:
         """Send forwards through a version or, with None, through the base model.
 
         Raises RuntimeError if the version is not resident.
         """
-        names = [] if version is None else [f"slot{self._entry(version)[0]}"]
-        if version != self.active:
+        slot = None if version is None else self._entry(version, policy)[0]
+        if slot != self.active:
             # layer by layer: PEFT's own disable_adapter takes 5 ms at 0.6M parameters, more than a forward
             for layer in self.layers:
-                layer.set_adapter(names, inference_mode=True)
-            self.active = version
+                layer.set_adapter([] if slot is None else [f"slot{slot}"], inference_mode=True)
+            self.active = slot
 
-    def _entry(self, version: int) -> tuple[int, str]:
-        if version not in self.resident:
-            raise RuntimeError(f"adapter v{version}: not resident, expected one of {sorted(self.resident)}: load it")
-        return self.resident[version]
+    def _entry(self, version: int, policy: str) -> tuple[int, str]:
+        if (policy, version) not in self.resident:
+            raise RuntimeError(
+                f"adapter {label(version, policy)}: not resident, expected one of {self._describe()}: load it"
+            )
+        return self.resident[policy, version]
 
-    def _make(self, slot: int, adapter: Adapter) -> None:
-        """Let PEFT make the adapter of `slot`, unless an earlier version did."""
-        if self.peft is not None and adapter.config != self.config:
-            names = sorted(adapter.config.keys() | self.config.keys())
-            changed = [name for name in names if adapter.config.get(name) != self.config.get(name)]
+    def _describe(self) -> str:
+        return f"[{', '.join(label(version, policy) for policy, version in sorted(self.resident))}]"
+
+    def _free(self, adapter: Adapter) -> int:
+        """A free slot that was made for the adapter's config; PEFT makes one where there is none."""
+        config = self.config.setdefault(adapter.policy, adapter.config)
+        if adapter.config != config:
+            names = sorted(adapter.config.keys() | config.keys())
+            changed = [name for name in names if adapter.config.get(name) != config.get(name)]
             raise ValueError(
-                f"adapter v{adapter.version}: its config differs from the first adapter's in {changed}, expected one "
+                f"adapter {adapter}: its config differs from the first adapter's in {changed}, expected one "
                 "LoRA config for all versions of a run"
             )
-        if slot < len(self.tensors):
-            return
-        name, config = f"slot{slot}", PeftConfig.from_peft_type(**adapter.config)
+        taken = {slot for slot, _ in self.resident.values()}
+        free = [slot for slot, made_for in enumerate(self.made_for) if slot not in taken and made_for == config]
+        if free:
+            return free[0]
+        self._make(adapter)
+        return len(self.made_for) - 1
+
+    def _make(self, adapter: Adapter) -> None:
+        """Let PEFT make the adapter of the next slot."""
+        name, config = f"slot{len(self.made_for)}", PeftConfig.from_peft_type(**adapter.config)
         if self.peft is None:
             peft = get_peft_model(self.model, config, adapter_name=name)
             assert isinstance(peft, PeftModel)
-            self.peft, self.config = peft, adapter.config
+            self.peft = peft
             self.layers = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
         else:
             self.peft.add_adapter(name, config)
+        self.made_for.append(adapter.config)
         self.peft.eval().requires_grad_(False)
         self.tensors.append(get_peft_model_state_dict(self.peft, adapter_name=name, save_embedding_layers=False))
         for layer in self.layers:  # PEFT switches a new adapter on
