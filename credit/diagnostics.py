@@ -6,7 +6,7 @@ is 0. Dimensions: N completions, T positions, K groups.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,16 +30,12 @@ def diagnostics(weights: Tensor, mask: Tensor) -> dict[str, float]:
     """
     mask = torch.as_tensor(mask, dtype=torch.bool)
     weights_NT = torch.where(mask, weights.detach().float(), 0.0)
-    n_N, total_N = mask.sum(1), weights_NT.sum(1)
-    defined_N = (n_N >= 2) & (total_N > 0)
+    defined_N = (mask.sum(1) >= 2) & (weights_NT.sum(1) > 0)
     if not defined_N.any():
         return {"gini": 0.0, "effective_token_ratio": 1.0} | dict.fromkeys(
             ("regime_uniform", "regime_middle", "regime_concentrated"), 0.0
         )
-    gini_N = gini(weights_NT, mask)[defined_N]
-    ratio_N = (total_N**2 / (n_N * (weights_NT**2).sum(1)))[defined_N]
-    uniform_N = gini_N < 0.10
-    concentrated_N = (gini_N > 0.80) | (ratio_N < 0.10)
+    gini_N, ratio_N, uniform_N, concentrated_N = (part[defined_N] for part in concentration(weights_NT, mask))
     return {
         "gini": float(gini_N.mean()),
         "effective_token_ratio": float(ratio_N.mean()),
@@ -47,6 +43,22 @@ def diagnostics(weights: Tensor, mask: Tensor) -> dict[str, float]:
         "regime_middle": float((~uniform_N & ~concentrated_N).float().mean()),
         "regime_concentrated": float(concentrated_N.float().mean()),
     }
+
+
+class Concentration(NamedTuple):
+    """Of each completion [N]; NaN, and neither of the two regimes, for one without weight."""
+
+    gini: Tensor
+    ratio: Tensor  # effective tokens over tokens
+    uniform: Tensor  # bool
+    concentrated: Tensor  # bool; what is neither is in the middle
+
+
+def concentration(weights_NT: Tensor, mask_NT: Tensor) -> Concentration:
+    """Gini, effective-token ratio and regime (arXiv:2606.00257) of each row's masked weights."""
+    gini_N = gini(weights_NT, mask_NT)
+    ratio_N = weights_NT.sum(1) ** 2 / (mask_NT.sum(1) * (weights_NT**2).sum(1))
+    return Concentration(gini_N, ratio_N, gini_N < 0.10, (gini_N > 0.80) | (ratio_N < 0.10))
 
 
 def gini(weights_NT: Tensor, mask_NT: Tensor) -> Tensor:
