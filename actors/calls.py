@@ -75,7 +75,7 @@ def sampled_accuracy(
     right = 0.0
     for _ in range(2):
         still = []
-        for row, completion in enumerate(_sample(model, contexts, end, generator)):
+        for row, completion in enumerate(sample(model, contexts, end, generator, LONGEST_TURN)):
             text = "".join(characters[token] for token in completion if token != end)
             observation, reward, done = environments[row].step(text)
             right += reward
@@ -87,15 +87,15 @@ def sampled_accuracy(
 
 
 @torch.no_grad()
-def _sample(
-    model: Qwen3ForCausalLM, contexts: list[list[int]], end: int, generator: torch.Generator
+def sample(
+    model: Qwen3ForCausalLM, contexts: list[list[int]], end: int, generator: torch.Generator, longest: int
 ) -> list[list[int]]:
-    """One completion of each context, with its EOS where it has one; contexts of one length go together."""
+    """One completion of each context, of at most `longest` tokens, with its EOS where it has one; contexts of one length go together."""
     completions: list[list[int]] = [[] for _ in contexts]
     for length in sorted({len(context) for context in contexts}):
         rows = [row for row, context in enumerate(contexts) if len(context) == length]
         tokens, cache, drawn = torch.tensor([contexts[row] for row in rows]), None, []
-        for _ in range(LONGEST_TURN):
+        for _ in range(longest):
             out = model(input_ids=tokens, past_key_values=cache, use_cache=True)
             assert out.logits is not None
             tokens = torch.multinomial(out.logits[:, -1].softmax(-1), 1, generator=generator)

@@ -19,9 +19,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
-from actors import calls
+from actors import calls, glyphs
 from actors.tasks import arithmetic_pairs
-from configs.schema import ArithmeticData
+from configs.schema import ArithmeticData, GlyphsData
 
 SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
 MATRIX_RATE, RATE = 0.005, 3e-3  # learning rates: Muon's, of the layers' matrices, and AdamW's, of the rest
@@ -31,6 +31,9 @@ TARGET = 0.43  # sampled accuracy at which the warm-up ends
 CHECK_EVERY = 25  # steps between looks at it, on CHECKED held-out questions
 CHECKED = 512
 USUAL_STEPS, MAX_STEPS = 300, 2000
+GLYPHS_BATCH, GLYPHS_CHECKED = 32, 64
+LONGEST_PICTURE = glyphs.SIDE * (glyphs.SIDE + 1)  # tokens: the lines, and EOS
+GLYPHS_TARGET = 0.43  # sampled share of rules at which the warm-up on pictures ends
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
@@ -93,15 +96,18 @@ def _save(model: Qwen3ForCausalLM, folder: Path) -> None:
 
 
 def demo_base(
-    folder: Path, data: ArithmeticData, seed: int, progress: Callable[[float, str], None] | None = None
+    folder: Path, data: ArithmeticData | GlyphsData, seed: int, progress: Callable[[float, str], None] | None = None
 ) -> Path:
     """The warmed-up base model for `data`, made at most once: a folder below `folder`, named by a hash of what made it.
 
     `progress` is called with the share that is done and a line of text. Equal seeds give equal weights on one kind of
     processor. Raises RuntimeError if the model does not learn to add so many digits.
     """
-    recipe = json.dumps({"task": data.operation, "digits": data.digits, "seed": seed, "torch": torch.__version__})
-    sources = [__file__] if data.operation == "+" else [__file__, calls.__file__]
+    pictures = isinstance(data, GlyphsData)
+    what = {"task": "glyphs"} if pictures else {"task": data.operation, "digits": data.digits}
+    recipe = json.dumps({**what, "seed": seed, "torch": torch.__version__})
+    more = {"glyphs": [glyphs.__file__], "*": [calls.__file__]}
+    sources = [__file__, *more.get(str(what["task"]), [])]
     digest = hashlib.sha256(recipe.encode() + b"".join(Path(path).read_bytes() for path in sources)).hexdigest()
     final = folder / f"demo-{digest[:12]}"
     if final.exists():
@@ -113,7 +119,11 @@ def demo_base(
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the same weights whatever the number of threads, and quick beside other work
         try:
-            warm_up(model, data.digits, seed, progress or (lambda share, text: None), data.operation)
+            told = progress or (lambda share, text: None)
+            if isinstance(data, GlyphsData):
+                warm_up_on_glyphs(model, seed, told)
+            else:
+                warm_up(model, data.digits, seed, told, data.operation)
         finally:
             torch.set_num_threads(threads)
         _save(model, made)
@@ -137,6 +147,48 @@ def warm_up(
     end = vocabulary[SPECIAL["eos_token"]]
     target, least = (TARGET, 0) if operation == "+" else (calls.TARGET, calls.STEPS)
     rng = random.Random(seed)
+
+    def examples() -> tuple[Tensor, Tensor]:
+        pairs = [rng.choice(train) for _ in range(BATCH)]
+        if operation == "+":
+            return _examples(pairs, digits, wrong, vocabulary, rng)
+        return calls.examples(pairs, vocabulary, end, rng)
+
+    def accuracy() -> float:
+        if operation == "+":
+            return sampled_accuracy(model, checked, digits, seed)
+        return calls.sampled_accuracy(model, checked, vocabulary, end, seed)
+
+    return _train(model, examples, accuracy, target, least, progress, f"with data.digits={digits}: choose fewer digits")
+
+
+def warm_up_on_glyphs(model: Qwen3ForCausalLM, seed: int, progress: Callable[[float, str], None]) -> float:
+    """Train `model` in place on careless drawings of training descriptions, until those that it samples for held-out
+    ones keep a target share of their rules; returns the share."""
+    train, heldout = glyphs.descriptions()
+    vocabulary = character_tokenizer().get_vocab()
+    rng = random.Random(seed)
+
+    def examples() -> tuple[Tensor, Tensor]:
+        texts = [rng.choice(train) for _ in range(GLYPHS_BATCH)]
+        drawn = [(f"{text}:", glyphs.draw(glyphs.careless(glyphs.parse(text), rng))) for text in texts]
+        return _tensors(drawn, vocabulary)
+
+    def accuracy() -> float:
+        return sampled_rules(model, heldout[:GLYPHS_CHECKED], vocabulary, seed)
+
+    return _train(model, examples, accuracy, GLYPHS_TARGET, 0, progress, "on glyphs")
+
+
+def _train(
+    model: Qwen3ForCausalLM,
+    examples: Callable[[], tuple[Tensor, Tensor]],
+    measure: Callable[[], float],
+    target: float,
+    least: int,
+    progress: Callable[[float, str], None],
+    where: str,
+) -> float:
     # Muon needs less than half of AdamW's steps here
     matrices = [weight for layer in model.model.layers for weight in layer.parameters() if weight.ndim == 2]
     rest = [weight for weight in model.parameters() if all(weight is not matrix for matrix in matrices)]
@@ -146,11 +198,7 @@ def warm_up(
     ]
     accuracy = 0.0
     for step in range(1, MAX_STEPS + 1):
-        pairs = [rng.choice(train) for _ in range(BATCH)]
-        if operation == "+":
-            tokens_NT, labels_NT = _examples(pairs, digits, wrong, vocabulary, rng)
-        else:
-            tokens_NT, labels_NT = calls.examples(pairs, vocabulary, end, rng)
+        tokens_NT, labels_NT = examples()
         loss = model(input_ids=tokens_NT, labels=labels_NT).loss
         assert loss is not None
         loss.backward()
@@ -159,16 +207,13 @@ def warm_up(
             optimizer.step()
             optimizer.zero_grad()
         if step % CHECK_EVERY == 0:
-            if operation == "+":
-                accuracy = sampled_accuracy(model, checked, digits, seed)
-            else:
-                accuracy = calls.sampled_accuracy(model, checked, vocabulary, end, seed)
+            accuracy = measure()
             if accuracy >= target and step >= least:
                 return accuracy
         progress(min(0.99, step / USUAL_STEPS), f"step {step}, {accuracy:.0%} of sampled answers right")
     raise RuntimeError(
         f"demo model: {accuracy:.0%} of sampled answers are right after {MAX_STEPS} steps of warm-up, expected "
-        f"{target:.0%} with data.digits={digits}: choose fewer digits"
+        f"{target:.0%} {where}"
     )
 
 
@@ -193,10 +238,15 @@ def _examples(
     pairs: list[tuple[int, int]], digits: int, wrong: float, vocabulary: dict[str, int], rng: random.Random
 ) -> tuple[Tensor, Tensor]:
     """Tokens and labels [N, T] of questions with partly wrong scratchpads; the loss is on the scratchpads only."""
+    return _tensors([(f"{a}+{b}?", scratchpad(a, b, digits, wrong, rng)) for a, b in pairs], vocabulary)
+
+
+def _tensors(pairs: list[tuple[str, str]], vocabulary: dict[str, int]) -> tuple[Tensor, Tensor]:
+    """Tokens and labels [N, T] of questions and answers; the loss is on the answers only."""
     rows, labels = [], []
-    for a, b in pairs:
-        question = [vocabulary[character] for character in f"{a}+{b}?"]
-        answer = [vocabulary[character] for character in scratchpad(a, b, digits, wrong, rng)]
+    for asked, said in pairs:
+        question = [vocabulary[character] for character in asked]
+        answer = [vocabulary[character] for character in said]
         answer.append(vocabulary[SPECIAL["eos_token"]])
         rows.append(torch.tensor(question + answer))
         labels.append(torch.tensor([-100] * len(question) + answer))
@@ -221,3 +271,12 @@ def sampled_accuracy(model: Qwen3ForCausalLM, pairs: list[tuple[int, int]], digi
     texts = [text.partition(SPECIAL["eos_token"])[0] for text in tokenizer.batch_decode(torch.cat(sampled, 1))]
     right = [text.rpartition(":")[2] == str(a + b) for text, (a, b) in zip(texts, pairs, strict=True)]
     return sum(right) / len(right)
+
+
+def sampled_rules(model: Qwen3ForCausalLM, texts: list[str], vocabulary: dict[str, int], seed: int) -> float:
+    """Share of the rules that hold in pictures of the descriptions `texts`, one sampled at temperature 1 for each."""
+    characters, end = {token: character for character, token in vocabulary.items()}, vocabulary[SPECIAL["eos_token"]]
+    contexts = [[vocabulary[character] for character in f"{text}:"] for text in texts]
+    sampled = calls.sample(model, contexts, end, torch.Generator().manual_seed(seed), LONGEST_PICTURE)
+    pictures = ["".join(characters[token] for token in ids if token != end) for ids in sampled]
+    return sum(glyphs.rules(texts, pictures, description=texts)) / len(texts)

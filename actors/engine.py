@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from configs.schema import RunConfig
 from credit.adapter import Adapter
+from credit.trajectory import Prompt, Sample
 
 ON_GPU = torch.cuda.is_available()
 
@@ -61,6 +62,22 @@ class Finished:
     text: str  # without special tokens, and without the stop string unless it is for an environment
     finish: str  # "stop" or "length"
     cached_tokens: int  # of the prompt, taken from the prefix cache
+
+    def sample(self, prompt: Prompt, index: int, version: int, digest: str) -> Sample:
+        """As completion `index` of `prompt`, under the version that sampled it."""
+        zeros = np.zeros(len(prompt.tokens), np.float32)
+        return Sample(
+            group=prompt.group,
+            index=index,
+            tokens=np.array([*prompt.tokens, *self.tokens], np.int64),
+            mask=np.arange(len(prompt.tokens) + len(self.tokens)) >= len(prompt.tokens),
+            logprobs=np.concatenate([zeros, self.logprobs]),
+            text=self.text,
+            finish=self.finish,
+            version=version,
+            digest=digest,
+            policy=prompt.policy,
+        )
 
 
 @contextmanager
@@ -196,27 +213,27 @@ class Engine:
         # vLLM reads the path for an adapter that it does not hold: there is none, so a lost adapter is an error
         self._adapters[number] = LoRARequest(lora_name=name, lora_int_id=number, lora_path=f"/in-memory/{name}")
 
-    def prove(self, adapter: int, tensors: dict[str, np.ndarray]) -> None:
+    def prove(self, number: int, adapter: Adapter) -> None:
         """Read an adapter back from the memory that forward passes use. Raises RuntimeError where it differs.
 
-        Bit for bit, in the slots' dtype: A as in `tensors`, B times alpha / r of the run's config, 0 elsewhere. Each
+        Bit for bit, in the slots' dtype: A as in `adapter`, B times alpha / r of the run's config, 0 elsewhere. Each
         worker of a tensor-parallel engine holds a part of every tensor, and fused experts are laid out otherwise: there
         nothing is compared.
         """
         if self._run.rollout.tensor_parallel > 1:
             return
-        (slot,) = self._llm.collective_rpc(partial(_slot, adapter=adapter))
+        (slot,) = self._llm.collective_rpc(partial(_slot, adapter=number))
         if slot is None:
             return
+        tensors = adapter.tensors
         if lost := sorted(tensors.keys() - slot.keys()):
-            raise RuntimeError(
-                f"rollout: adapter id {adapter}: {lost[0]} has no place in vLLM's slots: it is not served"
-            )
-        scaling = self._run.lora.alpha / self._run.lora.r
+            raise RuntimeError(f"rollout: adapter {adapter}: {lost[0]} has no place in vLLM's slots: it is not served")
+        lora = self._run.lora_of(adapter.policy)
+        scaling = lora.alpha / lora.r
         wrong = [name for name, held in slot.items() if not _holds(held, tensors.get(name), "lora_B" in name, scaling)]
         if wrong:
             raise RuntimeError(
-                f"rollout: adapter id {adapter}: {len(wrong)} of {len(slot)} tensors in vLLM's slot are not the "
+                f"rollout: adapter {adapter}: {len(wrong)} of {len(slot)} tensors in vLLM's slot are not the "
                 f"adapter's, the first is {wrong[0]}: got other bytes, rank or scaling than the run's config gives"
             )
 

@@ -94,6 +94,7 @@ class Episode:
             finish=self._finish,
             version=version,
             digest=digest,
+            policy=self.prompt.policy,
             turns=tuple(self._turns),
             failure=self._failure,
         )

@@ -26,7 +26,7 @@ import psutil
 
 from actors.episodes import Ask, Episodes
 from configs.schema import RunConfig
-from credit.adapter import Adapter
+from credit.adapter import Adapter, label
 from credit.trajectory import Prompt, Sample
 
 if TYPE_CHECKING:  # importing vLLM takes seconds and changes the environment: only the engine's thread does it
@@ -44,6 +44,7 @@ class Resident:
     version: int
     digest: str
     adapter: int  # the engine's id, never used twice
+    policy: str
     requests: int = 0
     retired: bool = False  # superseded: unloaded with its last request
 
@@ -94,10 +95,10 @@ class RolloutWorker:
         self._failure: str | None = None
         self._episodes = Episodes(run, model_path) if run.environment else None
         # from here on: touched by the engine's thread only
-        self._residents: dict[int, Resident] = {}  # by version
-        self._active: Resident | None = None
+        self._residents: dict[tuple[str, int], Resident] = {}  # by policy and version
+        self._active: dict[str, Resident] = {}  # by policy
         self._groups: dict[str, Group] = {}  # by request
-        self._served: dict[int, Served] = {}  # by version, the newest
+        self._served: dict[tuple[str, int], Served] = {}  # by policy and version, the newest
         self._ids = itertools.count(1)
         self._count = Counters()
         ready: Future = Future()
@@ -122,12 +123,12 @@ class RolloutWorker:
         await asyncio.to_thread(adapter.verify)
         await self._call(lambda: self._load(adapter))
         try:
-            return await self.canary(adapter.canary.tokens, adapter.version)
+            return await self.canary(adapter.canary.tokens, adapter.version, adapter.policy)
         except BaseException:
-            self._inbox.put((lambda: self._retire(adapter.version), Future()))
+            self._inbox.put((lambda: self._retire(adapter.version, adapter.policy), Future()))
             raise
 
-    async def canary(self, tokens: list[int], version: int | None) -> np.ndarray:
+    async def canary(self, tokens: list[int], version: int | None, policy: str = "") -> np.ndarray:
         """Log-probs of `tokens` [T] under a resident version (None: the base model), by a fresh forward pass.
 
         Returns [T] float32 at temperature 1, 0 at position 0.
@@ -135,21 +136,26 @@ class RolloutWorker:
         answer: Future = Future()
         wrapped = asyncio.wrap_future(answer)
         try:
-            await self._call(lambda: self._ask(tokens, version, answer))
+            await self._call(lambda: self._ask(tokens, version, policy, answer))
             return await self._within_deadline(wrapped)
         finally:
             wrapped.cancel()
 
-    async def activate(self, version: int) -> None:
-        """Requests from now on use this resident version; versions that it supersedes go with their last request."""
-        await self._call(lambda: self._activate(version))
+    async def activate(self, version: int, policy: str = "") -> None:
+        """The policy's requests from now on use this resident version; those that it supersedes go with their last
+        request."""
+        await self._call(lambda: self._activate(version, policy))
 
-    async def unload(self, version: int) -> None:
+    async def unload(self, version: int, policy: str = "") -> None:
         """Give up a version that is not active: at once, or with its last request. Not resident: nothing to do."""
-        await self._call(lambda: self._retire(version))
+        await self._call(lambda: self._retire(version, policy))
+
+    async def forget(self, policy: str) -> None:
+        """Give up all versions of a policy, the active one included."""
+        await self._call(lambda: self._forget(policy))
 
     async def sample(self, prompts: list[Prompt], temperature: float | None = None) -> AsyncIterator[list[Sample]]:
-        """Yield the G samples of each prompt when they are complete, in order of completion.
+        """Yield the G samples of each prompt, all of one policy, when they are complete, in order of completion.
 
         All requests enter the engine in the given order between the same two steps, under the version that is active
         then; with an environment, the later turns of an episode have that version, too. `temperature` overrides the
@@ -189,8 +195,9 @@ class RolloutWorker:
                 group.cancel()
             await asyncio.gather(*groups, return_exceptions=True)  # a failure reaches every group; one is raised
 
-    async def stats(self) -> dict[str, Any]:
-        return await self._call(self._stats)
+    async def stats(self, policy: str = "") -> dict[str, Any]:
+        """Of the worker; what it says of versions is the policy's."""
+        return await self._call(lambda: self._stats(policy))
 
     async def ping(self) -> None:
         """Returns when the engine's thread answers, that is after the step in progress."""
@@ -282,7 +289,7 @@ class RolloutWorker:
             _settle(group.answer, finished.prompt_logprobs)
         else:
             assert group.resident is not None
-            group.samples.append(_sample(group.prompt, index, group.resident, finished))
+            group.samples.append(finished.sample(group.prompt, index, group.resident.version, group.resident.digest))
             self._count.generated_tokens += len(finished.tokens)
             self._count.cached_tokens += finished.cached_tokens
             if not group.pending:
@@ -298,7 +305,8 @@ class RolloutWorker:
 
     def _serving(self, prompts: list[Prompt]) -> Resident:
         """The active version. Raises RuntimeError where there is none, ValueError for prompts that do not fit."""
-        if self._active is None:
+        active = self._active.get(prompts[0].policy)
+        if active is None:
             raise RuntimeError(
                 "rollout: no adapter version is active, and the base model is never sampled: activate one"
             )
@@ -309,7 +317,7 @@ class RolloutWorker:
                     f"seeds, expected at least one of each and fewer tokens than model.max_length="
                     f"{self._run.model.max_length}"
                 )
-        return self._active
+        return active
 
     def _submit(
         self, asks: list[Ask], answers: list[Future], temperature: float | None, resident: Resident | None
@@ -317,8 +325,8 @@ class RolloutWorker:
         resident = resident or self._serving([ask.prompt for ask in asks])
         if temperature is None:
             temperature = self._run.rollout.temperature
-        served = self._served.setdefault(resident.version, Served())
-        while len(self._served) > REMEMBERED:
+        served = self._served.setdefault((resident.policy, resident.version), Served())
+        while len(self._served) > REMEMBERED * max(1, len(self._active)):
             del self._served[next(iter(self._served))]
         for ask, answer in zip(asks, answers, strict=True):
             prompt = ask.prompt
@@ -339,8 +347,8 @@ class RolloutWorker:
                 served.requests += 1
                 self._enter(request, group, index)
 
-    def _ask(self, tokens: list[int], version: int | None, answer: Future) -> None:
-        resident = None if version is None else self._resident(version)
+    def _ask(self, tokens: list[int], version: int | None, policy: str, answer: Future) -> None:
+        resident = None if version is None else self._resident(version, policy)
         answer.add_done_callback(self._abort_if_cancelled)
         request = str(next(self._ids))
         self._engine.score(request, tokens, None if resident is None else resident.adapter)
@@ -365,18 +373,18 @@ class RolloutWorker:
             self._release(self._groups.pop(request).resident)
 
     def _load(self, adapter: Adapter) -> None:
-        resident = self._residents.get(adapter.version)
+        resident = self._residents.get((adapter.policy, adapter.version))
         if resident is not None:
             if resident.digest != adapter.digest:
                 raise RuntimeError(
-                    f"rollout: version {adapter.version} is resident with another content, got digest "
+                    f"rollout: {adapter} is resident with another content, got digest "
                     f"{adapter.digest[:12]}, expected {resident.digest[:12]}: activate another version and unload it"
                 )
             resident.retired = False
             return
         if len(self._residents) >= self._run.adapter_slots:
             raise RuntimeError(
-                f"rollout: no slot is free for version {adapter.version}, all {self._run.adapter_slots} are taken: "
+                f"rollout: no slot is free for {adapter}, all {self._run.adapter_slots} are taken: "
                 f"{self._describe()}: unload one, or wait for its requests"
             )
         start = time.perf_counter()
@@ -384,32 +392,38 @@ class RolloutWorker:
         self._engine.load(number, f"v{adapter.version}-{number}-{adapter.digest[:12]}", adapter)
         read = time.perf_counter()
         try:
-            self._engine.prove(number, adapter.tensors)
+            self._engine.prove(number, adapter)
         except BaseException:
             self._engine.unload(number)
             raise
-        self._residents[adapter.version] = Resident(adapter.version, adapter.digest, number)
+        resident = Resident(adapter.version, adapter.digest, number, adapter.policy)
+        self._residents[adapter.policy, adapter.version] = resident
         self._count.loads += 1
         self._count.most_resident = max(self._count.most_resident, len(self._residents))
         self._count.load_s, self._count.proof_s = time.perf_counter() - start, time.perf_counter() - read
 
-    def _activate(self, version: int) -> None:
-        resident = self._resident(version)
-        previous, self._active = self._active, resident
+    def _activate(self, version: int, policy: str) -> None:
+        resident = self._resident(version, policy)
+        previous, self._active[policy] = self._active.get(policy), resident
         resident.retired = False
-        for other in list(self._residents.values()):
+        for other in [other for other in self._residents.values() if other.policy == policy]:
             if other is not resident and (other is previous or other.version < version):
                 other.retired = True
                 self._unload_if_done(other)
 
-    def _retire(self, version: int) -> None:
-        resident = self._residents.get(version)
+    def _retire(self, version: int, policy: str) -> None:
+        resident = self._residents.get((policy, version))
         if resident is None:
             return
-        if resident is self._active:
-            raise RuntimeError(f"rollout: version {version} is active: activate another one before unloading it")
+        if resident is self._active.get(policy):
+            raise RuntimeError(f"rollout: {label(version, policy)} is active: activate another one before unloading it")
         resident.retired = True
         self._unload_if_done(resident)
+
+    def _forget(self, policy: str) -> None:
+        self._active.pop(policy, None)
+        for resident in [resident for resident in self._residents.values() if resident.policy == policy]:
+            self._retire(resident.version, policy)
 
     def _release(self, resident: Resident | None) -> None:
         """One request of this version is done."""
@@ -419,27 +433,28 @@ class RolloutWorker:
 
     def _unload_if_done(self, resident: Resident) -> None:
         if resident.retired and resident.requests == 0:
-            del self._residents[resident.version]
+            del self._residents[resident.policy, resident.version]
             self._engine.unload(resident.adapter)
 
-    def _resident(self, version: int) -> Resident:
-        if version not in self._residents:
-            raise RuntimeError(f"rollout: version {version} is not resident: {self._describe()}: load it first")
-        return self._residents[version]
+    def _resident(self, version: int, policy: str) -> Resident:
+        if (policy, version) not in self._residents:
+            raise RuntimeError(f"rollout: {label(version, policy)} is not resident: {self._describe()}: load it first")
+        return self._residents[policy, version]
 
     def _describe(self) -> str:
         """`v3: 5 requests, v4 (active): 2 requests`."""
         return ", ".join(
-            f"v{resident.version}{' (active)' if resident is self._active else ''}: {resident.requests} requests"
-            for resident in self._residents.values()
+            f"{label(resident.version, policy)}{' (active)' if resident is self._active.get(policy) else ''}: "
+            f"{resident.requests} requests"
+            for (policy, _), resident in self._residents.items()
         )
 
-    def _stats(self) -> dict[str, Any]:
-        count = replace(self._count)
+    def _stats(self, policy: str) -> dict[str, Any]:
+        count, active = replace(self._count), self._active.get(policy)
         self._count.longest_step_s = self._count.longest_pause_s = 0.0
         return {
-            "active": None if self._active is None else self._active.version,
-            "resident": {resident.version: resident.requests for resident in self._residents.values()},
+            "active": None if active is None else active.version,
+            "resident": {r.version: r.requests for r in self._residents.values() if r.policy == policy},
             "most_resident": count.most_resident,
             "requests": len(self._groups),
             "steps": count.steps,
@@ -454,7 +469,9 @@ class RolloutWorker:
             "aborted": count.aborted,
             "longest_step_s": count.longest_step_s,
             "longest_pause_s": count.longest_pause_s,
-            "versions": {version: (served.requests, served.first_token) for version, served in self._served.items()},
+            "versions": {
+                v: (served.requests, served.first_token) for (p, v), served in self._served.items() if p == policy
+            },
             "rss_bytes": psutil.Process().memory_info().rss,
         }
 
@@ -481,18 +498,3 @@ def _settle(future: Future, result: Any) -> None:
             future.set_exception(result)
         else:
             future.set_result(result)
-
-
-def _sample(prompt: Prompt, index: int, resident: Resident, finished: "Finished") -> Sample:
-    zeros = np.zeros(len(prompt.tokens), np.float32)
-    return Sample(
-        group=prompt.group,
-        index=index,
-        tokens=np.array([*prompt.tokens, *finished.tokens], np.int64),
-        mask=np.arange(len(prompt.tokens) + len(finished.tokens)) >= len(prompt.tokens),
-        logprobs=np.concatenate([zeros, finished.logprobs]),
-        text=finished.text,
-        finish=finished.finish,
-        version=resident.version,
-        digest=resident.digest,
-    )

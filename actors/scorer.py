@@ -125,6 +125,11 @@ class Scorer:
         for key in gone:
             del self.features[key]
 
+    def forget(self, policy: str) -> None:
+        """Unload all versions of a policy."""
+        for version in [version for owner, version in self.slots.resident if owner == policy]:
+            self.unload(version, policy)
+
     @torch.inference_mode()
     def canary(self, tokens: list[int], version: int | None, policy: str = "") -> np.ndarray:
         """[T] float32 log-probs of `tokens` at temperature 1 under a version (None: the base), 0 at position 0."""
@@ -167,8 +172,8 @@ class Scorer:
     def delta_sums(self, coefficients: dict[Key, np.ndarray], policy: str = "") -> tuple[np.ndarray, np.ndarray]:
         """Sums of |c_t| v_t over tokens with c_t > 0 and over those with c_t < 0, each [H] float32.
 
-        `coefficients` maps (group, index) of the policy's samples to [T] float32. Summed in float64 in the order of the keys. Raises
-        RuntimeError for a sample without features.
+        `coefficients` maps (group, index) of the policy's samples to [T] float32. Summed in float64 in the order of
+        the keys. Raises RuntimeError for a sample without features.
         """
         sums_2H = torch.zeros(2, self.hidden_size, dtype=torch.float64)
         for key in sorted(coefficients):
@@ -195,13 +200,13 @@ class Scorer:
         for key in keys:
             self.features.pop((policy, *key), None)
 
-    def stats(self) -> dict[str, Any]:
-        """Resident versions, work done so far and memory in bytes."""
+    def stats(self, policy: str = "") -> dict[str, Any]:
+        """Resident versions of the policy, work done so far and memory in bytes."""
         with open("/proc/self/statm") as statm:
             rss = int(statm.read().split()[1]) * resource.getpagesize()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {
-            "resident": sorted(version for _, version in self.slots.resident),
+            "resident": sorted(version for owner, version in self.slots.resident if owner == policy),
             "tokens": self.tokens_scored,
             "seconds": self.seconds,
             "rss_bytes": rss,

@@ -19,8 +19,9 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from actors import glyphs
 from actors.rows import Row, Stream, Table, is_chat, whole
-from configs.schema import ArithmeticData, DatasetData, MixtureData, TaskData
+from configs.schema import ArithmeticData, DatasetData, GlyphsData, MixtureData, TaskData
 from credit.trajectory import Prompt
 
 ARITHMETIC_PAIRS = 65_536  # at most so many pairs are listed: all of them up to two digits, a fixed sample beyond
@@ -95,6 +96,8 @@ def make_task(data: TaskData, seed: int) -> AnyTask:
     """Raises ValueError for data that cannot be used: nothing has started yet then."""
     if isinstance(data, MixtureData):
         return _mixture(data, seed)
+    if isinstance(data, GlyphsData):
+        return _glyphs(data, seed)
     return _arithmetic(data, seed) if isinstance(data, ArithmeticData) else _dataset(data, seed)
 
 
@@ -178,6 +181,14 @@ def _question(number: int, a: int, b: int, operation: str) -> Row:
     return Row(f"{a}{operation}{b}?", {"answer": str(a + b if operation == "+" else a * b)}, number)
 
 
+def _glyphs(data: GlyphsData, seed: int) -> Task:
+    train, heldout = glyphs.descriptions()
+    if len(heldout) < data.heldout:
+        raise ValueError(f"data.heldout: got {data.heldout}, expected at most {len(heldout)}: all that are held out")
+    rows = [Row(f"{text}:", {"description": text}, number) for number, text in enumerate([*train, *heldout])]
+    return Task(rows[: len(train)], rows[len(train) :][: data.heldout], seed)
+
+
 # Prompts
 
 
@@ -220,7 +231,7 @@ def render(row: Row, tokenizer: PreTrainedTokenizerBase, data: TaskData) -> list
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportArgumentType, reportReturnType]
 
 
-def _part(row: Row, data: TaskData) -> ArithmeticData | DatasetData:
+def _part(row: Row, data: TaskData) -> ArithmeticData | GlyphsData | DatasetData:
     return data.named[row.columns["part"]].data if isinstance(data, MixtureData) else data
 
 

@@ -92,6 +92,18 @@ def chaos(
 
 
 @bench.command()
+def sweep(
+    config: Annotated[Path, typer.Argument(help="A sweep.")] = Path("configs/sweep-demo.yaml"),
+    out: Annotated[Path, typer.Option(help="Folder for the runs, a new one.")] = Path("runs/bench-sweep"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """A sweep as one job against its runs one after another: wall time, memory, and what each run learns."""
+    from benchmarks import sweep as benchmark
+
+    benchmark.main(config, out, as_json)
+
+
+@bench.command()
 def rewards(
     completions: Annotated[int, typer.Option(help="Hostile completions, of every kind.", min=100)] = 10_000,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -79,11 +79,14 @@ class Actor:
     async def canary(self, tokens: list[int], version: int | None) -> np.ndarray:
         return BASE
 
-    async def activate(self, version: int) -> None:
+    async def activate(self, version: int, policy: str) -> None:
         self.version = version
         self.held = {held for held in self.held if held >= version - STALENESS}
 
-    async def stats(self) -> dict[str, Any]:
+    async def forget(self, policy: str) -> None:
+        self.held.clear()
+
+    async def stats(self, policy: str) -> dict[str, Any]:
         return {"versions": {}, "load_s": 0.0, "proof_s": 0.0, "canary_s": 0.0, "most_resident": len(self.held)}
 
     async def alive(self) -> None: ...

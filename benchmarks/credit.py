@@ -29,6 +29,7 @@ from rich.table import Table
 
 import credit
 from actors.negatives import EMPTY, render_negative
+from actors.reward import RewardPool
 from actors.scorer import Scorer
 from actors.tasks import make_prompt, render
 from benchmarks import machine
@@ -275,7 +276,7 @@ class Bench:
         scorer.load(self.adapter)
         needs = frozenset().union(*(_needs(settings) for settings in METHODS.values()))
         signals = _padded(scorer.score(list(self.rows), needs, self._negatives(OTHER_QUESTION)))
-        features = [scorer.features[row.group, row.index] for row in self.rows]
+        features = [scorer.features["", row.group, row.index] for row in self.rows]
         signals["delta_feature"] = torch.zeros(*mask_NT.shape, scorer.hidden_size)
         for row, feature in zip(signals["delta_feature"], features, strict=True):
             row[: len(feature.mask)][torch.from_numpy(feature.mask)] = feature.surprise[:, None] * feature.hidden
@@ -289,6 +290,7 @@ class Bench:
 
 
 async def _rewards(job: Run, prompt: Prompt, texts: list[str]) -> list[float]:
+    assert isinstance(job.rewards, RewardPool)
     rewards = await job.rewards.score(prompt.prompt, texts, prompt.columns)
     if failed := [reward for reward in rewards if isinstance(reward, str)]:
         raise RuntimeError(f"credit: {len(failed)} rewards failed, the first because: {failed[0]}")

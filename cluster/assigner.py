@@ -43,10 +43,11 @@ class Assigner:
         fleet: Fleet,
         reward: Callable[[Prompt, list[Sample]], Any],
         ledger: Ledger,
+        policy: str = "",
     ) -> None:
         self.run, self.chosen, self.needs = run, run.credit, signals_of(run)
         self.tokenizer, self.scorers, self.fleet = tokenizer, scorers, fleet
-        self.reward, self.ledger = reward, ledger
+        self.reward, self.ledger, self.policy = reward, ledger, policy
         self._revisions: dict[Key, list[Revision]] = {}
         self._versions: dict[Key, int] = {}  # of every trajectory for which something is kept
 
@@ -73,7 +74,7 @@ class Assigner:
         attempt = 1
         while True:
             for group in groups:
-                if "delta_feature" in self.needs and not self.scorers.keeps(keys[group.prompt.group]):
+                if "delta_feature" in self.needs and not self.scorers.keeps(keys[group.prompt.group], self.policy):
                     await self._score(group.prompt, group.trajectories)
             try:
                 result = await self._assign(groups, step)
@@ -116,7 +117,7 @@ class Assigner:
             self._revisions.pop(key, None)
             self._versions.pop(key, None)
         if "delta_feature" in self.needs:
-            await self.scorers.delta_clear(list(dict.fromkeys(done)))
+            await self.scorers.delta_clear(list(dict.fromkeys(done)), self.policy)
 
     def _delta(self, groups: list[Group]) -> Feature:
         """DelTA's two views of features that stay on the credit actors; called from the thread that assigns."""
@@ -130,11 +131,11 @@ class Assigner:
 
         def sums(coefficients_NT: Tensor) -> tuple[Tensor, Tensor]:
             parts = {key: row[: lengths[key]].numpy() for key, row in zip(keys, coefficients_NT, strict=True)}
-            positive, negative = wait(self.scorers.delta_sums(parts))
+            positive, negative = wait(self.scorers.delta_sums(parts, self.policy))
             return torch.from_numpy(positive), torch.from_numpy(negative)
 
         def dots(direction_H: Tensor) -> Tensor:
-            answers = wait(self.scorers.delta_dots(direction_H.numpy(), keys))
+            answers = wait(self.scorers.delta_dots(direction_H.numpy(), keys, self.policy))
             out = np.zeros((len(keys), width), dtype=np.float32)
             for row, key in zip(out, keys, strict=True):
                 row[: lengths[key]] = answers[key]

@@ -57,7 +57,7 @@ def train(
     # torch, Ray and transformers take seconds to import: a typing error in the config should not wait for them
     from cluster import remote
     from cluster.preflight import inputs
-    from cluster.run import Interrupted, check_folder, make_folder
+    from cluster.run import Interrupted, check_folder, log_to, make_folder
     from cluster.run import train as train_run
     from cluster.view import View
 
@@ -76,7 +76,7 @@ def train(
     try:
         result = asyncio.run(train_run(run, given, view))
     except Interrupted as end:
-        print(f"accredit: {end}; the same command goes on from there", file=sys.stderr)
+        print(f"accredit: {end.args[0]}; the same command goes on from there", file=sys.stderr)
         raise typer.Exit(end.args[1]) from None
     except Exception as error:
         logging.getLogger("accredit").exception("the run ended with an error")
@@ -86,6 +86,26 @@ def train(
         )
         raise typer.Exit(1) from None
     view.summary(run, result, time.monotonic() - began)
+
+
+@app.command()
+def sweep(
+    config: Annotated[Path, typer.Argument(help="A YAML file, as configs/sweep-demo.yaml.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings to change, of the sweep or of every run: at_once=2 steps=20")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Train variants x ranks x seeds as one job on shared actors, or go on with it; write a table of results.
+
+    Exit code 1 when a run failed; the others are not disturbed, and the same command tries it again.
+    """
+    from configs.sweep import load as load_sweep
+
+    chosen, entries = load_sweep(config, overrides)
+    from cluster import sweep as job
+
+    raise typer.Exit(job.main(chosen, entries, as_json))
 
 
 @app.command()
@@ -258,14 +278,6 @@ def told_in_one_line() -> Iterator[None]:
             first = first.exceptions[0]
         print(f"accredit: {' '.join(str(first).split())}", file=sys.stderr)
         raise typer.Exit(1) from None
-
-
-def log_to(path: Path) -> None:
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.getLogger("accredit").addHandler(handler)
-    logging.getLogger("accredit").setLevel(logging.INFO)
-    logging.raiseExceptions = False  # a full disk is told once, by the error that ends the run
 
 
 def main() -> None:

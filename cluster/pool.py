@@ -5,6 +5,8 @@
 Only a serving member gets work. A member that fails is quarantined at once, killed and started again; before it serves
 it loads the newest versions and answers their canaries, so it never serves the base model or a version left behind. The
 others go on. The run ends when fewer than `minimum` members serve and one has used up its restarts.
+
+Several runs may share a pool: each is a policy with versions of its own; the policy of a single run is "".
 """
 
 import asyncio
@@ -19,7 +21,7 @@ import numpy as np
 
 from cluster.canary import judge, tolerance
 from cluster.deadline import within
-from credit.adapter import Adapter
+from credit.adapter import Adapter, label
 
 log = logging.getLogger("accredit.pool")
 
@@ -35,8 +37,9 @@ class Holder(Protocol):
 
     async def load(self, adapter: Adapter) -> np.ndarray: ...
     async def canary(self, tokens: list[int], version: int | None) -> np.ndarray: ...
-    async def activate(self, version: int) -> None: ...
-    async def stats(self) -> dict[str, Any]: ...
+    async def activate(self, version: int, policy: str) -> None: ...
+    async def stats(self, policy: str) -> dict[str, Any]: ...
+    async def forget(self, policy: str) -> None: ...
     async def alive(self) -> None: ...
     async def kill(self) -> None: ...
 
@@ -52,7 +55,7 @@ class Member(Generic[H]):
     actor: H | None = None  # None while it is being started
     serving: bool = False
     recovering: bool = False  # being restarted: catches up by itself
-    version: int = -1  # newest version accepted
+    versions: dict[str, int] = field(default_factory=dict)  # newest accepted, by policy
     limit: float = 0.0  # canary tolerance, from measured numerics
     restarts: int = 0
     outstanding: int = 0  # calls or groups under way
@@ -66,8 +69,10 @@ class Pool(Generic[H]):
         self.kind, self.minimum, self.depth = kind, minimum, depth
         self._start = start
         self.members = [Member[H](name=f"{kind}-{i}") for i in range(count)]
-        self.recent: deque[Adapter] = deque(maxlen=depth + 1)  # one more, to tell a new version from the one before
+        self.recent: dict[str, deque[Adapter]] = {}  # by policy; one more than depth, to tell a version from the last
+        self.rejected: dict[str, Exception] = {}  # policies whose adapters no member can hold
         self.refusals: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()  # of a policy's adoptions, in a row
         self.verdicts: Counter[str] = Counter()
         self.restarts = 0
         self._changed = asyncio.Condition()
@@ -105,39 +110,63 @@ class Pool(Generic[H]):
             raise self._fatal
         return [member for member in self.members if member.serving]
 
-    async def available(self, version: int = 0) -> list[Member[H]]:
-        """The serving members that accepted `version` or a newer one; waits for the first.
+    async def available(self, version: int = 0, policy: str = "") -> list[Member[H]]:
+        """The serving members that accepted the policy's `version` or a newer one; waits for the first.
 
         Raises the reason when there will be none.
         """
-        what = f"{self.kind}: a serving member with v{version}"
+        what = f"{self.kind}: a serving member with {label(version, policy)}"
+
+        def holders() -> list[Member[H]]:
+            self._check(policy)
+            return [member for member in self.serving() if member.versions.get(policy, -1) >= version]
+
         async with self._changed:
-            holders = lambda: [member for member in self.serving() if member.version >= version]  # noqa: E731
             return await within(self._patience_s(), what, self._changed.wait_for(holders))
+
+    def _check(self, policy: str) -> None:
+        if policy in self.rejected:
+            raise self.rejected[policy]
 
     def _patience_s(self) -> float:
         """A recovery either succeeds or is given up by then: all restarts, each step of them as late as it may be."""
-        calls = 2 + 2 * self.depth  # kill, base canary; load and activate for each version
+        calls = 2 + 2 * self.depth * max(1, len(self.recent))  # kill, base canary; load and activate for each version
         return (RESTARTS + 1) * (START_TIMEOUT_S + calls * LOAD_TIMEOUT_S)
 
-    def current(self) -> list[Adapter]:
-        """What every serving member holds, once it has accepted the newest."""
-        return list(self.recent)[-self.depth :]
+    def current(self, policy: str = "") -> list[Adapter]:
+        """What every serving member holds of a policy, once it has accepted the newest."""
+        return list(self.recent[policy])[-self.depth :]
+
+    async def forget(self, policy: str) -> None:
+        """The policy's run is over: its slots are free for another's, and a member that starts again needs none."""
+        self.recent.pop(policy, None)
+        for member in self.members:
+            async with member.turn:
+                actor = member.actor
+                member.versions.pop(policy, None)
+                try:
+                    if actor is not None:
+                        await within(LOAD_TIMEOUT_S, f"{member.name}: forget {policy}", actor.forget(policy))
+                except Exception as error:
+                    self.quarantine(member, actor, error)
 
     async def publish(self, adapter: Adapter) -> dict[str, float]:
         """Load `adapter` on every member that is up and accept it where its canary is right.
 
         Returns when each of them has accepted it or is quarantined. Raises RuntimeError when fewer than `minimum`
-        serve it and a member is beyond recovery.
+        serve it and a member is beyond recovery, or, before any member sees it, when the adapter is not finite.
         """
-        self.recent.append(adapter)
+        if not np.isfinite(adapter.canary.adapted).all():
+            raise RuntimeError(f"{self.kind}: {adapter}: the learner's own log-probs of the canary are not finite")
+        self.recent.setdefault(adapter.policy, deque(maxlen=self.depth + 1)).append(adapter)
         began = time.monotonic()
         members = [member for member in self.members if not member.recovering]
         seconds = await asyncio.gather(*(self._adopt_or_quarantine(member, adapter) for member in members))
-        what = f"{self.kind}: {self.minimum} members serving v{adapter.version}"
+        what = f"{self.kind}: {self.minimum} members serving {adapter}"
         async with self._changed:
-            enough = self._changed.wait_for(lambda: len(self.serving()) >= self.minimum)
-            await within(self._patience_s(), what, enough)
+            over = lambda: adapter.policy in self.rejected or len(self.serving()) >= self.minimum  # noqa: E731
+            await within(self._patience_s(), what, self._changed.wait_for(over))
+        self._check(adapter.policy)
         done = [s for s in seconds if s is not None]
         return {
             f"swap/{self.kind}_s": time.monotonic() - began,
@@ -145,15 +174,15 @@ class Pool(Generic[H]):
             f"swap/{self.kind}_serving": len(self.serving()),
         }
 
-    async def stats(self) -> dict[str, dict[str, Any]]:
-        """What every serving member says of itself; one that does not answer is quarantined."""
+    async def stats(self, policy: str = "") -> dict[str, dict[str, Any]]:
+        """What every serving member says of itself and the policy; one that does not answer is quarantined."""
         members = self.serving()
-        answers = await asyncio.gather(*(self._stats(member, member.actor) for member in members))
+        answers = await asyncio.gather(*(self._stats(member, member.actor, policy) for member in members))
         return {member.name: answer for member, answer in zip(members, answers, strict=True) if answer is not None}
 
-    async def _stats(self, member: Member[H], actor: H | None) -> dict[str, Any] | None:
+    async def _stats(self, member: Member[H], actor: H | None, policy: str) -> dict[str, Any] | None:
         try:
-            return await within(LOAD_TIMEOUT_S, f"{member.name}: stats", actor.stats()) if actor else None
+            return await within(LOAD_TIMEOUT_S, f"{member.name}: stats", actor.stats(policy)) if actor else None
         except Exception as error:
             self.quarantine(member, actor, error)
             return None
@@ -172,23 +201,54 @@ class Pool(Generic[H]):
     async def _adopt(self, member: Member[H], adapter: Adapter) -> float:
         """Load, ask, judge, accept. Returns the seconds of load and canary."""
         async with member.turn:
-            actor, began = member.actor, time.monotonic()
-            if actor is None or adapter.version <= member.version:
-                return 0.0
-            what = f"{member.name}: v{adapter.version}"
-            if member.version < 0:
-                base = await within(LOAD_TIMEOUT_S, f"{what} base canary", actor.canary(adapter.canary.tokens, None))
-                member.limit = tolerance(base, adapter.canary.base)
-            answer = await within(LOAD_TIMEOUT_S, f"{what} load", actor.load(adapter))
-            others = {"base model": adapter.canary.base}
-            others |= {f"version {a.version}": a.canary.adapted for a in self.recent if a.version < adapter.version}
-            verdict = judge(answer, adapter.canary.adapted, others, member.limit)
-            self.verdicts[verdict] += 1
-            seconds = time.monotonic() - began
-            await within(LOAD_TIMEOUT_S, f"{what} activate", actor.activate(adapter.version))
-            if member.actor is actor:
-                member.version = adapter.version
+            try:
+                seconds = await self._prove(member, adapter)
+            except Exception as error:
+                await self._blame(adapter, error)
+                raise
+            self._failures.pop(adapter.policy, None)
             return seconds
+
+    async def _blame(self, adapter: Adapter, error: Exception) -> None:
+        """Of several runs, one whose adapters the members cannot hold is given up, not the members."""
+        self._failures[adapter.policy] += 1
+        if self._failures[adapter.policy] < RESTARTS or set(self.recent) <= {adapter.policy}:
+            return
+        rejected = RuntimeError(f"{self.kind}: {adapter}: failed on {RESTARTS} actors, the last because: {error}")
+        self.rejected[adapter.policy] = rejected
+        self.recent.pop(adapter.policy)  # a member that starts again does not need it
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _prove(self, member: Member[H], adapter: Adapter) -> float:
+        actor, began = member.actor, time.monotonic()
+        if actor is None or adapter.version <= member.versions.get(adapter.policy, -1):
+            return 0.0
+        what = f"{member.name}: {adapter}"
+        if not member.versions:
+            base = await within(LOAD_TIMEOUT_S, f"{what} base canary", actor.canary(adapter.canary.tokens, None))
+            member.limit = tolerance(base, adapter.canary.base)
+        answer = await within(LOAD_TIMEOUT_S, f"{what} load", actor.load(adapter))
+        verdict = judge(answer, adapter.canary.adapted, self._others(adapter), member.limit)
+        self.verdicts[verdict] += 1
+        seconds = time.monotonic() - began
+        await within(LOAD_TIMEOUT_S, f"{what} activate", actor.activate(adapter.version, adapter.policy))
+        if member.actor is actor:
+            member.versions[adapter.policy] = adapter.version
+        return seconds
+
+    def _others(self, adapter: Adapter) -> dict[str, np.ndarray]:
+        """What would be answered by the base, by the versions before, and by the newest of the other policies."""
+        others = {"base model": adapter.canary.base}
+        for policy, recent in self.recent.items():
+            if policy == adapter.policy:
+                before = {f"version {a.version}": a for a in recent if a.version < adapter.version}
+            else:
+                before = {f"version {recent[-1].version} of {policy}": recent[-1]}
+            # another run's canary may be of other tokens
+            same = {name: a for name, a in before.items() if a.canary.tokens == adapter.canary.tokens}
+            others |= {name: a.canary.adapted for name, a in same.items()}
+        return others
 
     async def _serve(self, member: Member[H]) -> None:
         member.serving, member.recovering, member.restarts = True, False, 0
@@ -203,7 +263,7 @@ class Pool(Generic[H]):
     def _restart(self, member: Member[H], dead: H, error: BaseException) -> None:
         log.error("%s quarantined: %s: %s", member.name, type(error).__name__, error)
         self.refusals[type(error).__name__] += 1
-        member.serving, member.recovering, member.actor, member.version = False, True, None, -1
+        member.serving, member.recovering, member.actor, member.versions = False, True, None, {}
         member.restarts += 1
         self._spawn(self._recover(member, dead, error))
 
@@ -225,12 +285,15 @@ class Pool(Generic[H]):
         self.restarts += 1
         member.turn = asyncio.Lock()
         await self._begin(member)
-        while self.recent and member.version < self.recent[-1].version:
-            for adapter in self.current():
+        while behind := [p for p, recent in self.recent.items() if member.versions.get(p, -1) < recent[-1].version]:
+            for adapter in self.current(behind[0]):
                 await self._adopt(member, adapter)
         await self._serve(member)
         log.warning(
-            "%s serves v%d again, %.1f s after it failed", member.name, member.version, time.monotonic() - began
+            "%s serves %s again, %.1f s after it failed",
+            member.name,
+            ", ".join(label(version, policy) for policy, version in member.versions.items()),
+            time.monotonic() - began,
         )
 
     async def _give_up(self, member: Member[H], error: BaseException) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
@@ -14,7 +14,7 @@ from actors.negatives import render_negative
 from actors.rows import Row
 from actors.tasks import AnyTask, check_prompts, first_rows, make_prompt, make_task, render
 from cluster.loop import sampling_seed
-from configs.schema import ArithmeticData, ConfigError, CreditConfig, RunConfig
+from configs.schema import ArithmeticData, ConfigError, CreditConfig, GlyphsData, RunConfig
 from credit.trajectory import Prompt
 from learner.lora import check_targets
 from learner.loss import LOSSES
@@ -32,11 +32,13 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     task: AnyTask
     notes: list[str]  # what a user should know before the start
+    policy: str = ""  # of a sweep: the run, among those that share the actors
 
     def prompt(self, run: RunConfig, row: Row, group: int, count: int) -> Prompt:
         """`count` completions of the row, with the group's own sampling seeds."""
         seeds = [sampling_seed(run.seed, group, index) for index in range(count)]
-        return make_prompt(row, group, render(row, self.tokenizer, run.data), seeds)
+        prompt = make_prompt(row, group, render(row, self.tokenizer, run.data), seeds)
+        return replace(prompt, policy=self.policy)
 
 
 def inputs(run: RunConfig, progress: Progress) -> Inputs:
@@ -61,7 +63,7 @@ def _inputs(run: RunConfig, progress: Progress) -> Inputs:
         asyncio.run(reward.check(run.reward, columns))
     model = run.model.path
     if model == "demo":
-        data = run.data if isinstance(run.data, ArithmeticData) else ArithmeticData(task="arithmetic")
+        data = run.data if isinstance(run.data, ArithmeticData | GlyphsData) else ArithmeticData(task="arithmetic")
         model = str(demo_base(Path(run.out) / ".models", data, 0, progress))
     elif not Path(model).is_dir() and (model.startswith((".", "/", "~")) or model.count("/") != 1):
         raise ConfigError(f"model.path: {model!r} is neither a folder nor a hub id (owner/name), nor 'demo'")

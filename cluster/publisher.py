@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from credit.adapter import Adapter
 class Publisher:
     """Sampling goes on while a version is published; new requests take it once its canary was right."""
 
-    def __init__(self, learners: Learners, fleet: Fleet, scorers: Scorers, folder: Path) -> None:
+    def __init__(self, learners: Learners, fleet: Fleet, scorers: Scorers, folder: Path, policy: str = "") -> None:
+        self.policy = policy
         self.learners, self.fleet, self.scorers, self.folder = learners, fleet, scorers, folder / "adapters"
         self.newest: Adapter | None = None
         self.trained: dict[int, float] = {}  # time.time() when a version began to be published: its last update is done
@@ -26,7 +28,8 @@ class Publisher:
         """
         began = time.monotonic()
         self.trained = {old: at for old, at in self.trained.items() if old == version - 1} | {version: time.time()}
-        adapter, stats = await asyncio.gather(self.learners.export(version), self.fleet.stats())
+        adapter, stats = await asyncio.gather(self.learners.export(version), self.fleet.stats(self.policy))
+        adapter = replace(adapter, policy=self.policy)
         exported = time.monotonic()
         # a credit actor is asked about a version as soon as a replica samples under it, so it must hold it first
         scored, sampled, _ = await asyncio.gather(

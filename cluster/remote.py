@@ -48,6 +48,8 @@ def connect(run: RunConfig, dashboard: bool = True) -> str:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # by default 30, too few for a loaded machine
+    # by default 60: so long is a process that dies before it has registered not missed
+    os.environ.setdefault("RAY_worker_register_timeout_seconds", "30")
     path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))
     local = not os.environ.get("RAY_ADDRESS")
     # "local": without it Ray would join whatever cluster was last started on this machine
@@ -93,10 +95,11 @@ class Objects:
     """One object-store put for each adapter, however many actors load it."""
 
     def __init__(self) -> None:
-        self._refs: dict[tuple[int, str], ray.ObjectRef] = {}
+        self._refs: dict[tuple[str, int, str], ray.ObjectRef] = {}
 
     def ref(self, adapter: Adapter) -> ray.ObjectRef:
-        key = adapter.version, adapter.digest  # a step without signal gives a new version of the same content
+        # the digest alone would not do: a step without signal gives a new version of the same content
+        key = adapter.policy, adapter.version, adapter.digest
         if key not in self._refs:
             while len(self._refs) > 8:
                 self._refs.pop(next(iter(self._refs)))
@@ -125,8 +128,11 @@ class Remote:
     async def canary(self, tokens: list[int], version: int | None) -> np.ndarray:
         return await answer(self.handle.canary.remote(tokens, version))
 
-    async def stats(self) -> dict[str, Any]:
-        return await answer(self.handle.stats.remote())
+    async def stats(self, policy: str = "") -> dict[str, Any]:
+        return await answer(self.handle.stats.remote(policy))
+
+    async def forget(self, policy: str) -> None:
+        await answer(self.handle.forget.remote(policy))
 
     async def alive(self) -> None:
         await answer(self.handle.__ray_ready__.remote())
@@ -154,8 +160,8 @@ class RemoteReplica(Remote):
         await answer(handle.__ray_ready__.remote())
         return cls(handle, objects)
 
-    async def activate(self, version: int) -> None:
-        await answer(self.handle.activate.remote(version))
+    async def activate(self, version: int, policy: str = "") -> None:
+        await answer(self.handle.activate.remote(version, policy))
 
     async def sample(self, prompts: list[Prompt], temperature: float | None = None) -> AsyncIterator[list[Sample]]:
         async for reference in self.handle.sample.remote(prompts, temperature):
@@ -163,11 +169,11 @@ class RemoteReplica(Remote):
 
 
 class RemoteScorer(Remote):
-    """A credit actor. It keeps the newest `depth` versions; the ones before leave when a new one is accepted."""
+    """A credit actor. It keeps the newest `depth` versions of each policy; older ones leave when one is accepted."""
 
     def __init__(self, handle: Any, objects: Objects, depth: int) -> None:
         super().__init__(handle, objects)
-        self._held: list[int] = []
+        self._held: dict[str, list[int]] = {}
         self._depth = depth
 
     @classmethod
@@ -177,24 +183,29 @@ class RemoteScorer(Remote):
         await answer(handle.__ray_ready__.remote())
         return cls(handle, objects, run.max_staleness + 1)
 
-    async def activate(self, version: int) -> None:
-        self._held.append(version)
-        while len(self._held) > self._depth:
-            await answer(self.handle.unload.remote(self._held.pop(0)))
+    async def activate(self, version: int, policy: str = "") -> None:
+        held = self._held.setdefault(policy, [])
+        held.append(version)
+        while len(held) > self._depth:
+            await answer(self.handle.unload.remote(held.pop(0), policy))
+
+    async def forget(self, policy: str) -> None:
+        self._held.pop(policy, None)
+        await super().forget(policy)
 
     async def score(
         self, samples: list[Sample], needs: frozenset[str], negatives: dict[int, list[int]] | None
     ) -> list[Signals]:
         return await answer(self.handle.score.remote(samples, needs, negatives))
 
-    async def delta_sums(self, coefficients: dict[Key, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        return await answer(self.handle.delta_sums.remote(coefficients))
+    async def delta_sums(self, coefficients: dict[Key, np.ndarray], policy: str) -> tuple[np.ndarray, np.ndarray]:
+        return await answer(self.handle.delta_sums.remote(coefficients, policy))
 
-    async def delta_dots(self, direction: np.ndarray, keys: list[Key]) -> dict[Key, np.ndarray]:
-        return await answer(self.handle.delta_dots.remote(direction, keys))
+    async def delta_dots(self, direction: np.ndarray, keys: list[Key], policy: str) -> dict[Key, np.ndarray]:
+        return await answer(self.handle.delta_dots.remote(direction, keys, policy))
 
-    async def delta_clear(self, keys: list[Key]) -> None:
-        await answer(self.handle.delta_clear.remote(keys))
+    async def delta_clear(self, keys: list[Key], policy: str) -> None:
+        await answer(self.handle.delta_clear.remote(keys, policy))
 
 
 class Learners:

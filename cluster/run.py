@@ -5,7 +5,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,20 +39,20 @@ ROW_TIMEOUT_S = 3600.0  # for one row: after a crash a stream is read again up t
 class Run:
     """The stages of the loop over real actors."""
 
-    def __init__(self, run: RunConfig, given: Inputs, view: View) -> None:
+    def __init__(self, run: RunConfig, given: Inputs, view: View, shared: tuple[Fleet, Scorers] | None = None) -> None:
+        """`shared` are the started actors that the run uses together with others, as the policy `given.policy`."""
         self.run, self.given, self.view = run, given, view
         self.folder = run.folder
         self.ledger = Ledger(self.folder / "ledger.sqlite")
         self.checkpoints = Checkpoints(self.folder, run.keep_checkpoints)
         self.rewards = RewardPool(run.reward) if run.environment is None else EpisodeRewards()
-        objects = remote.Objects()
-        self.fleet = Fleet(run, partial(remote.RemoteReplica.start, run, given.model, objects))
-        self.scorers = Scorers(run, partial(remote.RemoteScorer.start, run, given.model, objects))
-        self.assigner = Assigner(run, given.tokenizer, self.scorers, self.fleet, self.reward, self.ledger)
+        self.fleet, self.scorers = shared or actors(run, given.model)
+        self.own = () if shared else (self.fleet, self.scorers)
+        self.assigner = Assigner(run, given.tokenizer, self.scorers, self.fleet, self.reward, self.ledger, given.policy)
         rows = (row for row in first_rows(given.task, TOKENS) if row.prompt is not None)
         prompts = (render(row, given.tokenizer, run.data) for row in rows)
         self.learners = remote.Learners(run, given.model, tokens_of(prompts, run.model.max_length - 1))
-        self.publisher = Publisher(self.learners, self.fleet, self.scorers, self.folder)
+        self.publisher = Publisher(self.learners, self.fleet, self.scorers, self.folder, given.policy)
         self.metrics = Metrics(self.folder, run.name)
         self.skipped_in_a_row = 0
 
@@ -116,9 +117,7 @@ class Run:
         if restored and restored[0].step > self.run.steps:
             raise RuntimeError(f"steps: got {self.run.steps}, but {restored[0].step} are committed: ask for more")
         columns = list(self.given.task.row(0).columns)
-        await asyncio.gather(
-            self.rewards.start(columns), self.fleet.start(), self.scorers.start(), self.learners.start()
-        )
+        await asyncio.gather(self.rewards.start(columns), self.learners.start(), *(pool.start() for pool in self.own))
         if restored:
             await self.learners.load(restored[1])
         step = restored[0].step if restored else 0
@@ -154,7 +153,9 @@ class Run:
 
     async def close(self) -> list[BaseException]:
         """End every actor, then close the files, whatever fails on the way. Returns and logs what failed."""
-        parts = (self.rewards.close(), self.fleet.close(), self.scorers.close(), self.learners.kill())
+        parts = [self.rewards.close(), self.learners.kill()]
+        for pool in (self.fleet, self.scorers):
+            parts.append(pool.close() if self.own else pool.forget(self.given.policy))
         failures = [end for end in await asyncio.gather(*parts, return_exceptions=True) if end is not None]
         for file in (self.metrics, self.ledger):
             try:
@@ -165,6 +166,13 @@ class Run:
         for failure in failures:
             log.error("closing the run: %s: %s", type(failure).__name__, failure)
         return failures
+
+
+def actors(run: RunConfig, model: str, policies: int = 1) -> tuple[Fleet, Scorers]:
+    """The pools of a run, or of `policies` runs that share them; not started."""
+    objects = remote.Objects()
+    fleet = Fleet(run, partial(remote.RemoteReplica.start, run, model, objects), policies)
+    return fleet, Scorers(run, partial(remote.RemoteScorer.start, run, model, objects))
 
 
 class Interrupted(RuntimeError):
@@ -222,6 +230,28 @@ async def train(run: RunConfig, given: Inputs, view: View) -> dict[str, Any]:
 
     SIGINT and SIGTERM abandon the step in progress, whose groups stay open in the ledger, and raise Interrupted.
     """
+    job = Run(run, given, view)
+
+    def committed() -> str:
+        last = job.ledger.last_step()
+        return f"step {last.step} is committed" if last else "no step was committed"
+
+    try:
+        with interruptible(committed):
+            result = await drive(job)
+    finally:
+        failures = await job.close()
+    if failures:
+        raise failures[0]
+    return result
+
+
+@contextmanager
+def interruptible(state: Callable[[], str]) -> Iterator[None]:
+    """The first SIGINT or SIGTERM cancels the current task; Interrupted is raised in the end, with the `state` then.
+
+    A second signal ends the process at once; Ray ends its actors.
+    """
     received: list[signal.Signals] = []
     this, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert this is not None
@@ -233,23 +263,17 @@ async def train(run: RunConfig, given: Inputs, view: View) -> dict[str, Any]:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)
-    job = Run(run, given, view)
     try:
-        result = await _train(job)
+        yield
     except asyncio.CancelledError:
-        last = job.ledger.last_step()
-        done = f"step {last.step} is committed" if last else "no step was committed"
-        raise Interrupted(f"stopped by {received[0].name}, {done}", 128 + received[0]) from None
+        raise Interrupted(f"stopped by {received[0].name}, {state()}", 128 + received[0]) from None
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)  # a second one ends the process at once; Ray ends its actors
-        failures = await job.close()
-    if failures:
-        raise failures[0]
-    return result
+            loop.remove_signal_handler(number)
 
 
-async def _train(job: Run) -> dict[str, Any]:
+async def drive(job: Run) -> dict[str, Any]:
+    """From the last committed step to `run.steps`. Returns the summary; the caller closes the run."""
     run, view = job.run, job.view
     with view.waiting("starting actors"):
         step = await job.start()
@@ -272,6 +296,14 @@ async def _train(job: Run) -> dict[str, Any]:
         "resumed_after": step,
         "dropped": job.ledger.drops(),
     }
+
+
+def log_to(path: Path) -> None:
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger("accredit").addHandler(handler)
+    logging.getLogger("accredit").setLevel(logging.INFO)
+    logging.raiseExceptions = False  # a full disk is told once, by the error that ends the run
 
 
 def link_logs(folder: Path) -> None:

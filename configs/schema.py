@@ -5,7 +5,7 @@ value and what is allowed.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
@@ -23,6 +23,9 @@ from pydantic import (
 
 class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+C = TypeVar("C", bound=Config)
 
 
 class ModelConfig(Config):
@@ -52,6 +55,14 @@ class ArithmeticData(Config):
     digits: Annotated[int, Field(ge=1, le=9)] = 2
     heldout: PositiveInt = 256
     """Held-out questions; never among the training questions."""
+
+
+class GlyphsData(Config):
+    """Pictures of 8 x 8 coloured cells, drawn from descriptions: `red square NW, blue ring SE`."""
+
+    task: Literal["glyphs"]
+    heldout: PositiveInt = 128
+    """Held-out descriptions; never among the training descriptions, in whatever order they name their objects."""
 
 
 class DatasetData(Config):
@@ -115,7 +126,7 @@ class MixtureData(Config):
         return self
 
 
-TaskData = ArithmeticData | DatasetData | MixtureData
+TaskData = ArithmeticData | GlyphsData | DatasetData | MixtureData
 
 
 class RewardPart(Config):
@@ -321,6 +332,10 @@ class RunConfig(Config):
         """Adapter versions that an actor may hold at once: K + 1 in flight and one arriving."""
         return self.max_staleness + 2
 
+    def lora_of(self, policy: str) -> LoraConfig:
+        """Of the run that owns an adapter; several of a sweep share the actors (configs/sweep.py)."""
+        return self.lora
+
     @model_validator(mode="after")
     def _groups_have_a_baseline(self) -> "RunConfig":
         if self.rollout.group_size < 2:
@@ -373,6 +388,13 @@ class ConfigError(ValueError):
 
 def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     """Read `path`, apply `a.b=value` overrides (values are YAML) and validate. Raises ConfigError."""
+    tree = read(path)
+    for text in overrides or []:
+        override(tree, text)
+    return validate(RunConfig, tree, str(path))
+
+
+def read(path: str | Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(Path(path).read_text())
     except OSError as error:
@@ -381,35 +403,44 @@ def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: got {type(tree).__name__}, expected a mapping of settings")
-    for override in overrides or []:
-        _override(tree, override)
+    return tree
+
+
+def validate(model: type[C], tree: dict[str, Any], where: str) -> C:
     try:
-        return RunConfig.model_validate(tree)
+        return model.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(str(path), problem) for problem in error.errors())) from None
+        raise ConfigError("\n".join(_explain(model, where, problem) for problem in error.errors())) from None
 
 
-def _override(tree: dict[str, Any], override: str) -> None:
-    key, separator, value = override.partition("=")
+def override(tree: dict[str, Any], text: str) -> None:
+    """Apply `a.b=value`. Raises ConfigError."""
+    key, separator, value = text.partition("=")
     if not separator or not key:
-        raise ConfigError(f"override {override!r}: expected key=value, as in credit.method=arca")
+        raise ConfigError(f"override {text!r}: expected key=value, as in credit.method=arca")
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError:
+        parsed = value
+    put(tree, key, parsed)
+
+
+def put(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set the value at a dotted key. Raises ConfigError."""
     *parents, leaf = key.split(".")
     for parent in parents:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
-            raise ConfigError(f"override {override!r}: {parent!r} is a value, not a section")
-    try:
-        tree[leaf] = yaml.safe_load(value)
-    except yaml.YAMLError:
-        tree[leaf] = value
+            raise ConfigError(f"override {f'{key}={value}'!r}: {parent!r} is a value, not a section")
+    tree[leaf] = value
 
 
-def _explain(path: str, problem: Any) -> str:
+def _explain(model: type[BaseModel], path: str, problem: Any) -> str:
     """One line for one pydantic error."""
     # pydantic puts the discriminator's value into the location of a tagged union; users do not write it
-    field = ".".join(str(part) for part in problem["loc"] if part not in ("arithmetic", "dataset", "mixture"))
+    field = ".".join(str(part) for part in problem["loc"] if part not in ("arithmetic", "glyphs", "dataset", "mixture"))
     if problem["type"] == "extra_forbidden":
-        section: Any = RunConfig
+        section: Any = model
         for part in problem["loc"][:-1]:
             annotation = getattr(section, "model_fields", {}).get(str(part))
             section = annotation.annotation if annotation else section

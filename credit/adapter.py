@@ -31,6 +31,11 @@ class Adapter:
     tensors: dict[str, np.ndarray]
     config: dict[str, Any]  # the content of adapter_config.json
     canary: Canary
+    policy: str = ""  # of a sweep: the run that it belongs to
+
+    def __str__(self) -> str:
+        """`v3`, in a sweep `v3 of NAME`."""
+        return label(self.version, self.policy)
 
     @property
     def nbytes(self) -> int:
@@ -60,6 +65,10 @@ class Adapter:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(self.tensors, folder / "adapter_model.safetensors", metadata={"format": "pt", "digest": self.digest})
         (folder / "adapter_config.json").write_text(json.dumps(self.config, indent=1, sort_keys=True))
+
+
+def label(version: int, policy: str) -> str:
+    return f"v{version} of {policy}" if policy else f"v{version}"
 
 
 def digest(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> str:

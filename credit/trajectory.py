@@ -28,6 +28,7 @@ class Prompt:
     seeds: list[int]  # [G] one sampling seed per completion
     prompt: Any  # as the task gave it (text or chat messages): what a reward function receives
     columns: dict[str, Any]  # the other columns of the task's row, for the reward
+    policy: str = ""  # of a sweep: the run that asks, under whose adapters it is sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class Sample:
     finish: str  # "stop" (EOS or stop string; the environment was done) or "length" (a limit of tokens or turns)
     version: int  # the behaviour policy: adapter version ...
     digest: str  # ... and its content digest
+    policy: str = ""  # of a sweep: the run whose adapter it is
     turns: tuple[Turn, ...] = ()  # of an episode; empty without an environment
     failure: str | None = None  # why the environment gave no reward
 

@@ -19,9 +19,9 @@ RANK = 12  # not one of vLLM's ranks: the slots are larger than the adapters
 class Policy:
     """The same base model outside vLLM, in float32."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, rank: int = RANK) -> None:
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        config = LoraConfig(r=RANK, lora_alpha=24, target_modules="all-linear", task_type="CAUSAL_LM")
+        config = LoraConfig(r=rank, lora_alpha=24, target_modules="all-linear", task_type="CAUSAL_LM")
         self.model = get_peft_model(base, config)
 
     def adapter(self, version: int, scale: float = 0.1) -> Adapter:

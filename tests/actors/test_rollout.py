@@ -90,7 +90,7 @@ def test_the_canary_answers_with_the_logprobs_of_the_version_asked(worker, polic
         np.testing.assert_array_equal(await worker.load(adapter), answer)  # a second load only asks again
         assert (await worker.stats())["slots_taken"] == 1
         await worker.unload(adapter.version)
-        with pytest.raises(RuntimeError, match=f"version {adapter.version} is not resident"):
+        with pytest.raises(RuntimeError, match=f"v{adapter.version} is not resident"):
             await worker.canary(tokens, adapter.version)
 
     asyncio.run(scenario())
@@ -227,7 +227,7 @@ def test_a_load_without_a_free_slot_names_the_residents(worker, policy):
             await worker.load(policy.adapter(next(versions)))
         for version in waiting:
             await worker.unload(version)
-        with pytest.raises(RuntimeError, match=f"version {active} is active"):
+        with pytest.raises(RuntimeError, match=f"v{active} is active"):
             await worker.unload(active)
         assert (await worker.stats())["resident"] == {active: 0}
 
@@ -251,7 +251,7 @@ def test_a_wrong_digest_is_refused(worker, policy):
 def test_another_content_under_a_resident_version_is_refused(worker, policy):
     async def scenario() -> None:
         version = await switch(worker, policy)
-        with pytest.raises(RuntimeError, match=f"version {version} is resident with another content"):
+        with pytest.raises(RuntimeError, match=f"v{version} is resident with another content"):
             await worker.load(replace(policy.adapter(next(versions)), version=version))
 
     asyncio.run(scenario())

@@ -300,7 +300,7 @@ def test_delta_sums_and_dots_equal_those_of_explicit_features(
     with pytest.raises(RuntimeError, match="sample 0/0: no DelTA feature"):
         scorer.delta_sums(coefficients)
     scorer.unload(1)
-    assert scorer.features.keys() == {(0, 1), (1, 3)}, "samples of version 2"
+    assert scorer.features.keys() == {("", 0, 1), ("", 1, 3)}, "samples of version 2"
     with pytest.raises(RuntimeError, match="sample 1/2: no DelTA feature"):
         scorer.delta_dots(direction, [(1, 2)])
 
@@ -347,7 +347,7 @@ def test_load_answers_the_canary_at_temperature_one(
 
 def test_tensors_arrive_bit_for_bit(scorer: Scorer, adapters: list[Adapter]) -> None:
     for adapter in adapters[:3]:
-        slot, _ = scorer.slots.resident[adapter.version]
+        slot, _ = scorer.slots.resident["", adapter.version]
         resident = scorer.slots.tensors[slot]
         assert resident.keys() == adapter.tensors.keys()
         assert all(np.array_equal(resident[name].cpu().numpy(), tensor) for name, tensor in adapter.tensors.items())
@@ -391,10 +391,10 @@ def test_an_adapter_of_another_hidden_size_is_refused(tiny_model: Path, adapters
 
 
 def test_slots_are_bounded_and_an_unloaded_version_frees_its_own(scorer: Scorer, adapters: list[Adapter]) -> None:
-    with pytest.raises(RuntimeError, match=r"adapter v3: got a new version with \[0, 1, 2\] resident"):
+    with pytest.raises(RuntimeError, match=r"adapter v3: got a new version with \[v0, v1, v2\] resident"):
         scorer.load(adapters[3])
     scorer.unload(1)
-    with pytest.raises(RuntimeError, match=r"adapter v1: not resident, expected one of \[0, 2\]"):
+    with pytest.raises(RuntimeError, match=r"adapter v1: not resident, expected one of \[v0, v2\]"):
         scorer.score([make_sample(adapters[1], 0, length=20)], ALL)
     with pytest.raises(RuntimeError, match="not resident"):
         scorer.unload(1)

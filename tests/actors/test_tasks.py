@@ -71,6 +71,7 @@ def test_an_epoch_has_each_row_exactly_once(rows: int, seed: int, epoch: int):
 def test_a_group_has_the_same_row_in_another_task_object_and_in_any_order():
     data = ArithmeticData(task="arithmetic")
     first, second = make_task(data, 3), make_task(data, 3)
+    assert isinstance(first, Task)
     groups = [0, 7, len(first) - 1, len(first), 5 * len(first) + 1]
     rows = [first.row(g) for g in groups]
     assert [second.row(g) for g in reversed(groups)] == rows[::-1]
@@ -79,6 +80,7 @@ def test_a_group_has_the_same_row_in_another_task_object_and_in_any_order():
 def test_seeds_and_epochs_have_orders_of_their_own_and_share_the_held_out_rows():
     data = ArithmeticData(task="arithmetic")
     task, other = make_task(data, 0), make_task(data, 1)
+    assert isinstance(task, Task)
     orders = [
         [task.row(g).prompt for g in range(50)],
         [task.row(g).prompt for g in range(len(task), len(task) + 50)],
@@ -134,6 +136,7 @@ def test_more_held_out_questions_than_there_are_is_refused():
 @pytest.mark.parametrize("ending", [".jsonl", ".json", ".parquet", ".csv"])
 def test_every_kind_of_file_gives_the_same_questions(tmp_path: Path, ending: str):
     task = make_task(from_file(write(tmp_path, ROWS, ending)), 0)
+    assert isinstance(task, Task)
     rows = [*(task.row(g) for g in range(8)), *task.heldout()]
     assert (len(task), len(task.heldout())) == (8, 2)
     assert sorted((row.number, row.prompt) for row in rows) == [(i, f"What is {i}+{i}?") for i in range(10)]
@@ -339,6 +342,7 @@ def test_every_gsm8k_reference_matches_its_own_column():
         pytest.skip("the GSM8K sample is not beside the repository (../shared/data/gsm8k/train-2000.jsonl)")
     data = DatasetData(task="dataset", path=str(GSM8K), prompt="{question}")
     task = make_task(data, 0)
+    assert isinstance(task, Task)
     rows = [*(task.row(g) for g in range(len(task))), *task.heldout()]
     answers = [row.columns["answer"] for row in rows]
     assert len(rows) == 2000

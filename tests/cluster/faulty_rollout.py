@@ -1,16 +1,13 @@
 """A rollout worker with faults to switch on: the real engine, loaded wrongly or lost."""
 
 import itertools
-import json
 import os
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
 
 from actors.rollout import RolloutWorker
 from configs.schema import RunConfig
@@ -45,17 +42,16 @@ class FaultyWorker(RolloutWorker):
             adapter = _resigned(adapter, config | {"target_modules": ["q_proj", "v_proj"]})
         return await super().load(adapter)
 
-    def _load(self, adapter: Adapter, folder: Path) -> None:
-        """After the digest was verified: what vLLM reads, or what happens to it."""
-        if self._fault in IN_THE_FILE:
-            tensors = load_file(folder / "adapter_model.safetensors")
-            save_file(IN_THE_FILE[self._fault](tensors), folder / "adapter_model.safetensors")
-        elif self._fault == "rank of the file":
-            path = folder / "adapter_config.json"
-            path.write_text(json.dumps(adapter.config | {"r": adapter.config["r"] - 2}))
+    def _load(self, adapter: Adapter) -> None:
+        """After the digest was verified: what vLLM is given, or what happens to it."""
+        given = adapter
+        if self._fault in ON_THE_WAY:
+            given = replace(adapter, tensors=ON_THE_WAY[self._fault](adapter.tensors))
+        elif self._fault == "rank on the way":
+            given = replace(adapter, config=adapter.config | {"r": adapter.config["r"] - 2})
         elif self._fault == "previous version":
             assert self._previous is not None
-            self._previous.save(folder)
+            given = self._previous
         elif self._fault == "load raises":
             raise OSError("no space is left on the device")
         elif self._fault == "load hangs":
@@ -63,17 +59,22 @@ class FaultyWorker(RolloutWorker):
         elif self._fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self._fault == "id reused":
-            assert self._active is not None
-            self._ids = itertools.chain([self._active.adapter], self._ids)
-        super()._load(adapter, folder)
-        number = self._residents[adapter.version].adapter
+            assert self._active
+            self._ids = itertools.chain([self._active[adapter.policy].adapter], self._ids)
+        load = self._engine.load
+        self._engine.load = lambda number, name, adapter: load(number, name, given)
+        try:
+            super()._load(adapter)
+        finally:
+            self._engine.load = load
+        number = self._residents[adapter.policy, adapter.version].adapter
         if self._fault == "dropped":
             self._engine._llm.remove_lora(number)
         elif self._fault == "base model":
             self._engine._adapters[number] = None  # pyright: ignore[reportArgumentType]
         elif self._fault == "previous answer":  # the slot is right, and requests go to another one
-            assert self._active is not None
-            self._engine._adapters[number] = self._engine._adapters[self._active.adapter]
+            assert self._active
+            self._engine._adapters[number] = self._engine._adapters[self._active[adapter.policy].adapter]
         self._previous = adapter
 
 
@@ -99,7 +100,7 @@ def _missing(tensors: Tensors) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if name not in (A_NAME, B_NAME)}
 
 
-IN_THE_FILE: dict[str, Callable[[Tensors], Tensors]] = {
+ON_THE_WAY: dict[str, Callable[[Tensors], Tensors]] = {
     "tensor truncated": _truncated,
     "tensor zeroed": _zeroed,
     "tensors swapped": _swapped,

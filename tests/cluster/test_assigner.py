@@ -50,7 +50,7 @@ def test_delta_over_two_credit_actors_gives_the_advantages_of_one_batch_in_memor
     whole = [trajectory(row) for row in rows]
     signals = scorer.score(list(whole), frozenset({"logp", "entropy", "delta_feature"}))
     for one, values in zip(whole, signals, strict=True):
-        kept = scorer.features[one.group, one.index]
+        kept = scorer.features["", one.group, one.index]
         feature = torch.zeros(len(one.tokens), scorer.hidden_size)
         feature[torch.from_numpy(one.mask)] = kept.surprise[:, None] * kept.hidden.float()
         values["delta_feature"] = feature.numpy()

@@ -45,7 +45,7 @@ def test_every_member_that_answers_right_serves_and_its_version_is_activated_onl
         for version in (0, 1, 2):
             metrics = await fleet.publish(adapter(version))
             assert metrics["swap/rollout_serving"] == 2
-        assert [member.version for member in fleet.members] == [2, 2]
+        assert [member.versions[""] for member in fleet.members] == [2, 2]
         for actor in world.actors:
             assert actor.asked == [
                 ("canary", None),
@@ -89,7 +89,7 @@ def test_a_member_that_answers_wrong_is_quarantined_restarted_and_caught_up(
         metrics = await fleet.publish(adapter(2))
         assert metrics["swap/rollout_serving"] == 1
         assert serving(fleet) == ["rollout-1"]  # which did not wait for the other
-        assert bad.active == 1
+        assert bad.active == {"": 1}
         assert fleet.refusals == {reason: 1}
         assert says in caplog.text
         await fleet.sample(prompts(0, 1, 2), world.done)
@@ -171,7 +171,7 @@ def test_a_publish_during_a_recovery_is_caught_up_before_any_work(world: World) 
         assert serving(fleet) == ["rollout-1"]
         await until(lambda: len(fleet.serving()) == 2)
         again = world.of("rollout-0")[1]
-        assert again.active == fleet.members[0].version == 2
+        assert again.active == fleet.members[0].versions == {"": 2}
         assert [version for call, version in again.asked if call == "load"] == [1, 2]
         await fleet.close()
 
@@ -188,7 +188,7 @@ def test_a_member_that_dies_while_nobody_calls_it_is_replaced(world: World, monk
         world.of("rollout-0")[0].killed = True
         await until(lambda: fleet.restarts == 1 and len(fleet.serving()) == 2)
         assert fleet.refusals == {"Dead": 1}
-        assert world.of("rollout-0")[1].active == 0
+        assert world.of("rollout-0")[1].active == {"": 0}
         await fleet.close()
 
     run(main())

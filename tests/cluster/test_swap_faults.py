@@ -106,7 +106,7 @@ REFUSED_BY_THE_WORKER = [
     ("wrong rank", ValueError, "got r=24 .*expected ranks .12"),
     ("wrong targets", ValueError, "target_modules=.'q_proj', 'v_proj'., expected .* modules .'down_proj'"),
     ("wrong alpha", RuntimeError, "14 of 28 tensors in vLLM's slot.*scaling"),
-    ("rank of the file", RuntimeError, "14 of 28 tensors in vLLM's slot.*scaling"),
+    ("rank on the way", RuntimeError, "14 of 28 tensors in vLLM's slot.*scaling"),
     ("id reused", RuntimeError, "an id that may have been used before"),
 ]
 
@@ -134,7 +134,7 @@ def test_what_no_canary_could_see_is_refused_by_reading_the_slots_back(
         await worker.arm(fault)
         with pytest.raises(error, match=says):
             await worker.load(bad)
-        with pytest.raises(RuntimeError, match=f"version {bad.version} is not resident"):
+        with pytest.raises(RuntimeError, match=f"v{bad.version} is not resident"):
             await worker.activate(bad.version)
         samples = [sample async for group in worker.sample(prompts(1)) for sample in group]
         assert {sample.digest for sample in samples} == {good.digest}
@@ -180,14 +180,14 @@ def test_a_replica_that_fails_during_a_swap_is_named_and_counted_and_no_completi
         await actor.handle.arm.remote(fault)
         adapter = setting.adapter(PLAIN)
         metrics = await fleet.publish(adapter)
-        assert metrics["swap/rollout_serving"] == 1 and other.serving and other.version == adapter.version
+        assert metrics["swap/rollout_serving"] == 1 and other.serving and other.versions[""] == adapter.version
         assert not faulty.serving
         async with asyncio.timeout(120):
             while not faulty.serving:
                 await asyncio.sleep(0.05)
         done.set()
         samples = await load
-        assert faulty.version == other.version == adapter.version
+        assert faulty.versions == other.versions == {"": adapter.version}
         assert {sample.version for sample in samples} <= {old, adapter.version}
         assert samples[-1].version == adapter.version
         return samples

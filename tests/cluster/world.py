@@ -20,9 +20,9 @@ def adapted(version: int) -> np.ndarray:
     return BASE - np.float32(0.25 * version)
 
 
-def adapter(version: int) -> Adapter:
+def adapter(version: int, policy: str = "") -> Adapter:
     canary = Canary(tokens=TOKENS, adapted=adapted(version), base=BASE)
-    return Adapter(version=version, digest=f"digest {version}", tensors={}, config={}, canary=canary)
+    return Adapter(version=version, digest=f"digest {version}", tensors={}, config={}, canary=canary, policy=policy)
 
 
 class Dead(Exception):
@@ -34,8 +34,8 @@ class Actor:
 
     def __init__(self, name: str, faults: dict[str, Callable[..., Any]]) -> None:
         self.name, self.faults = name, faults
-        self.held: dict[int, Adapter] = {}
-        self.active: int | None = None
+        self.held: dict[tuple[str, int], Adapter] = {}
+        self.active: dict[str, int] = {}
         self.killed = False
         self.asked: list[tuple[str, Any]] = []
 
@@ -50,7 +50,7 @@ class Actor:
 
     async def load(self, adapter: Adapter) -> np.ndarray:
         answer = await self._enter("load", adapter.version)
-        self.held[adapter.version] = adapter
+        self.held[adapter.policy, adapter.version] = adapter
         return adapted(adapter.version) if answer is None else answer
 
     async def canary(self, tokens: list[int], version: int | None) -> np.ndarray:
@@ -58,13 +58,18 @@ class Actor:
         assert tokens == TOKENS
         return BASE + np.float32(1e-6) if answer is None else answer
 
-    async def activate(self, version: int) -> None:
+    async def activate(self, version: int, policy: str) -> None:
         await self._enter("activate", version)
-        assert version in self.held
-        self.active = version
+        assert (policy, version) in self.held
+        self.active[policy] = version
 
-    async def stats(self) -> dict[str, Any]:
+    async def stats(self, policy: str) -> dict[str, Any]:
         return {}
+
+    async def forget(self, policy: str) -> None:
+        await self._enter("forget", policy)
+        self.active.pop(policy, None)
+        self.held = {key: adapter for key, adapter in self.held.items() if key[0] != policy}
 
     async def alive(self) -> None:
         await asyncio.sleep(0)
@@ -78,8 +83,7 @@ class Actor:
         self.killed = True
 
     async def sample(self, prompts: list[Prompt], temperature: float | None = None) -> AsyncIterator[list[Sample]]:
-        assert self.active is not None, "work for an actor that serves the base model"
-        version = self.active
+        version = self.active[prompts[0].policy]  # a KeyError is work for an actor that serves the base model
         for prompt in prompts:
             await self._enter("sample", prompt.group)
             yield [sample_of(prompt, index, version) for index in range(G)]
@@ -88,17 +92,17 @@ class Actor:
         self, samples: list[Sample], needs: frozenset[str], negatives: dict[int, list[int]] | None
     ) -> list[Signals]:
         await self._enter("score", samples[0].version)
-        if samples[0].version not in self.held:
+        if (samples[0].policy, samples[0].version) not in self.held:
             raise RuntimeError(f"v{samples[0].version} is not resident")
         return [{"logp": sample.logprobs} for sample in samples]
 
-    async def delta_sums(self, coefficients: Any) -> Any:
+    async def delta_sums(self, coefficients: Any, policy: str) -> Any:
         raise NotImplementedError
 
-    async def delta_dots(self, direction: Any, keys: Any) -> Any:
+    async def delta_dots(self, direction: Any, keys: Any, policy: str) -> Any:
         raise NotImplementedError
 
-    async def delta_clear(self, keys: Any) -> None:
+    async def delta_clear(self, keys: Any, policy: str) -> None:
         raise NotImplementedError
 
 
@@ -113,12 +117,13 @@ def sample_of(prompt: Prompt, index: int, version: int) -> Sample:
         finish="stop",
         version=version,
         digest=f"digest {version}",
+        policy=prompt.policy,
     )
 
 
-def prompts(*groups: int) -> list[Prompt]:
+def prompts(*groups: int, policy: str = "") -> list[Prompt]:
     return [
-        Prompt(group=group, tokens=[1], seeds=[10 * group + i for i in range(G)], prompt="", columns={})
+        Prompt(group=group, tokens=[1], seeds=[10 * group + i for i in range(G)], prompt="", columns={}, policy=policy)
         for group in groups
     ]
 
