@@ -90,7 +90,8 @@ def sampled_accuracy(
 def sample(
     model: Qwen3ForCausalLM, contexts: list[list[int]], end: int, generator: torch.Generator, longest: int
 ) -> list[list[int]]:
-    """One completion of each context, of at most `longest` tokens, with its EOS where it has one; contexts of one length go together."""
+    """One completion of each context, at most `longest` tokens, with its EOS where it has one; contexts of one
+    length go together."""
     completions: list[list[int]] = [[] for _ in contexts]
     for length in sorted({len(context) for context in contexts}):
         rows = [row for row, context in enumerate(contexts) if len(context) == length]

@@ -21,6 +21,21 @@ const RENDERERS = {
       if (textOf(t).endsWith("⏎")) box.append(make("span", "line"));
     }
   },
+  /** One cell of colour a token; the frame within a cell is its credit. */
+  glyphs(box, r, from, to) {
+    const colours = { ".": "blank", r: "red", g: "green", b: "blue", y: "yellow" };
+    box.classList.add("picture");
+    for (let t = from; t < to; t++) {
+      const element = tokenElement(r, t), text = textOf(t), colour = colours[text];
+      element.classList.add("cell", colour ?? "end");
+      if (colour) {
+        element.textContent = "";
+        element.setAttribute("aria-label", `${colour}, credit ${signed(credit[t])}`);
+      }
+      box.append(element);
+      if (text.endsWith("⏎")) box.append(make("span", "line"));
+    }
+  },
 };
 
 function make(tag, className = "", text = "") {

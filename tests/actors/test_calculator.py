@@ -77,7 +77,7 @@ def test_sampled_accuracy_counts_the_right_final_answers(monkeypatch: pytest.Mon
     vocabulary = tokenizer.get_vocab()
     end = vocabulary["<eos>"]
 
-    def policy(model, contexts, end, generator):
+    def policy(model, contexts, end, generator, longest):
         said = []
         for context in contexts:
             question, _, answer = str(tokenizer.decode(context)).partition("?")
@@ -89,7 +89,7 @@ def test_sampled_accuracy_counts_the_right_final_answers(monkeypatch: pytest.Mon
             said.append(str(value + value % 2))
         return [[*(vocabulary[character] for character in text), end] for text in said]
 
-    monkeypatch.setattr(calls, "_sample", policy)
+    monkeypatch.setattr(calls, "sample", policy)
     model: Any = None
     pairs = [(11, 11), (12, 12), (13, 20), (15, 15)]  # 121, 144, 260, 225
     assert calls.sampled_accuracy(model, pairs, vocabulary, end, 0) == 0.5
@@ -98,10 +98,10 @@ def test_sampled_accuracy_counts_the_right_final_answers(monkeypatch: pytest.Mon
 def test_completions_end_with_their_eos_and_keep_their_order(tmp_path: Path):
     model = make_model(tmp_path, hidden=32, intermediate=32, layers=1, heads=2, kv_heads=1)
     contexts = [[5, 6, 7], [5, 6], [8, 9, 10], [5, 6]]
-    drawn = calls._sample(model, contexts, 1, torch.Generator().manual_seed(0))
-    alone = calls._sample(model, [[5, 6], [5, 6]], 1, torch.Generator().manual_seed(0))
+    drawn = calls.sample(model, contexts, 1, torch.Generator().manual_seed(0), 12)
+    alone = calls.sample(model, [[5, 6], [5, 6]], 1, torch.Generator().manual_seed(0), 12)
     assert [drawn[1], drawn[3]] == alone  # the shortest are sampled first
-    assert all(1 not in ids[:-1] and (ids[-1] == 1 or len(ids) == calls.LONGEST_TURN) for ids in drawn)
+    assert all(1 not in ids[:-1] and (ids[-1] == 1 or len(ids) == 12) for ids in drawn)
 
 
 def test_the_base_for_products_is_another_than_the_one_for_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
