@@ -245,6 +245,11 @@ class Ledger:
         row = self._db.execute("SELECT checkpoint FROM steps WHERE step = ?", (step,)).fetchone()
         return row[0] if row else None
 
+    @property
+    def issued(self) -> int:
+        """Groups leased so far, over all drivers."""
+        return self._next
+
     def counts(self) -> dict[str, int]:
         """Groups by state, as last flushed."""
         return dict(self._db.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall())

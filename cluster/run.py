@@ -128,14 +128,32 @@ class Run:
         await Loop(self.run, self, self.ledger, step).train(self._log)
 
     async def _log(self, step: int, metrics: dict[str, float], groups: list[Group], batch: Batch) -> None:
-        metrics |= {"fleet/restarts": self.fleet.restarts, "learner/restarts": self.learners.restarts}
-        metrics |= self.rewards.tally.take()
+        metrics |= self._state() | self.rewards.tally.take()
         self.metrics.write(step, metrics)
         self.view.step(step, metrics)
         await asyncio.to_thread(trajectories.write, self.folder, step, groups, batch)
         every = self.run.eval.every
         if every and step % every == 0 and step < self.run.steps:
             await self.evaluate(step)
+
+    def _state(self) -> dict[str, int]:
+        """The actors and the ledger as they are; a replica that holds no version (it is being restarted) has -1."""
+        states = self.ledger.counts()
+        members = self.fleet.members
+        versions = {f"fleet/version/{member.name}": member.versions.get(self.given.policy, -1) for member in members}
+        return versions | {
+            "fleet/restarts": self.fleet.restarts,
+            "fleet/quarantined": sum(not member.serving for member in members),
+            "scorers/restarts": self.scorers.restarts,
+            "scorers/quarantined": sum(not member.serving for member in self.scorers.members),
+            "learner/restarts": self.learners.restarts,
+            "staleness/bound": self.run.max_staleness,
+            "ledger/issued": self.ledger.issued,
+            **{
+                f"ledger/{state}": states.get(state, 0)
+                for state in ("leased", "sampled", "scored", "trained", "dropped")
+            },
+        }
 
     async def evaluate(self, step: int) -> evaluation.Report:
         """Held-out accuracy under the newest version, to metrics.jsonl and evals/; adapters/best may move to it."""

@@ -152,7 +152,7 @@ def accredit(run: RunConfig, *options: str, chaos: str = "") -> subprocess.Popen
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def end_of(process: subprocess.Popen, limit_s: float = 180.0) -> tuple[int, str]:
+def end_of(process: subprocess.Popen, limit_s: float = 300.0) -> tuple[int, str]:
     try:
         output, _ = process.communicate(timeout=limit_s)
     finally:
@@ -160,7 +160,7 @@ def end_of(process: subprocess.Popen, limit_s: float = 180.0) -> tuple[int, str]
     return process.returncode, output
 
 
-def until(condition: Callable[[], Any], limit_s: float = 120.0) -> None:
+def until(condition: Callable[[], Any], limit_s: float = 300.0) -> None:
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, "waited in vain"
