@@ -90,14 +90,16 @@ class Pool(Generic[H]):
     async def _watch(self, member: Member[H], actor: H) -> None:
         """Notice a death of which no call would tell, because none is under way.
 
-        The question waits behind the calls before it, whose deadlines are their callers'.
+        The question waits behind the calls before it, whose deadlines are their callers'. A member that is recovering
+        is not asked: its recovery calls it all the time, and two that see one death would start two actors.
         """
         while member.actor is actor:
-            try:
-                await actor.alive()
-            except Exception as error:
-                self.quarantine(member, actor, error)
-                return
+            if not member.recovering:
+                try:
+                    await actor.alive()
+                except Exception as error:
+                    self.quarantine(member, actor, error)
+                    return
             await asyncio.sleep(WATCH_S)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -194,6 +194,32 @@ def test_a_member_that_dies_while_nobody_calls_it_is_replaced(world: World, monk
     run(main())
 
 
+def test_a_member_that_dies_while_it_catches_up_is_started_again_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "WATCH_S", 0.01)
+
+    async def dies_slowly(actor: Actor, argument: Any) -> None:
+        actor.killed = True
+        await asyncio.sleep(0.1)  # its caller learns of it later than one who asks whether it is alive
+        raise Dead(actor.name)
+
+    async def main() -> None:
+        world.faults["rollout-0"] = [{}, {"load": dies_slowly}]
+        fleet = Fleet(config(), world.start)
+        await fleet.start()
+        await fleet.publish(adapter(0))
+        fleet.quarantine(fleet.members[0], fleet.members[0].actor, Dead("gone"))
+        await until(lambda: len(fleet.serving()) == 2)
+        await asyncio.sleep(0.2)
+        assert len(world.of("rollout-0")) == 3
+        assert fleet.restarts == 2
+        await fleet.close()
+        assert all(actor.killed for actor in world.actors)
+
+    run(main())
+
+
 def test_two_members_that_fail_at_once_both_come_back(world: World) -> None:
     async def main() -> None:
         for name in ("rollout-0", "rollout-1"):
