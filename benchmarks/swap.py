@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,9 @@ from actors.scorer import Scorer
 from benchmarks import machine
 from benchmarks.scorer import SHAPES
 from cluster import remote
-from cluster.fleet import Fleet, Scorers
 from cluster.loop import sampling_seed
 from cluster.publisher import Publisher
+from cluster.run import actors
 from configs.schema import RunConfig
 from credit.adapter import Adapter
 from credit.trajectory import Batch, Prompt, Sample, pad
@@ -93,9 +92,7 @@ class Bench:
 
     def __init__(self, run: RunConfig, model: str, folder: Path) -> None:
         self.run, self.model = run, model
-        objects = remote.Objects()
-        self.fleet = Fleet(run, partial(remote.RemoteReplica.start, run, model, objects))
-        self.scorers = Scorers(run, partial(remote.RemoteScorer.start, run, model, objects))
+        self.fleet, self.scorers = actors(run, model)
         self.learners = remote.Learners(run, model, CANARY)
         self.publisher = Publisher(self.learners, self.fleet, self.scorers, folder)
         self.adapters: dict[int, Adapter] = {}
@@ -159,8 +156,8 @@ class Bench:
         published = time.monotonic()
         await self._wave()  # as the loop does: what waits for the version is submitted at once
         stats = await self.fleet.stats()
-        actors: dict[str, Any] = {m.name: m.actor for m in (*self.fleet.members, *self.scorers.members)}
-        handles = {name: actor.handle for name, actor in actors.items()} | {"learner": self.learners.ranks[0]}
+        held: dict[str, Any] = {m.name: m.actor for m in (*self.fleet.members, *self.scorers.members)}
+        handles = {name: actor.handle for name, actor in held.items()} | {"learner": self.learners.ranks[0]}
         memory = await asyncio.gather(*(remote.answer(h.__ray_call__.remote(_memory)) for h in handles.values()))
         return {
             "step_s": stepped - began,
